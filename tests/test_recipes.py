@@ -174,7 +174,8 @@ def test_the_fine_tuned_words_are_reversed_and_no_tested_one_is_learned(monkeypa
     assert len(of_teacher["chats"]) == len(rows["train"])
     assert of_teacher["test"] == rows["test"]  # the student and its teacher are tested on the same words
     teacher, student = (load_config(RECIPES / f"distill-reverse/{name}.yaml", []).config for name in ("teacher", "run"))
-    assert student.distillation.teacher_models.teacher_model.model_path == f"{teacher.trainer.default_local_dir}/best"
+    path = f"{teacher.trainer.default_local_dir}/best"
+    assert student.distillation.teacher_models == {"teacher_model": {"model_path": path}}
     fine_tuning, ppo = (load_config(folder / f"{name}.yaml", []).config for name in ("run", "ppo"))
     assert fine_tuning.sft.enable
     assert ppo.actor_rollout_ref.model.path == f"{fine_tuning.trainer.default_local_dir}/best"

@@ -196,6 +196,8 @@ class TrainBatch(RolloutBatch):
     old_log_probs: Float[Tensor, "B T"] | None = None
     """Log-probabilities under the policy at the start of the update (the proximal policy)."""
     ref_log_probs: Float[Tensor, "B T"] | None = None
+    teacher: Int[Tensor, " B"] | None = None
+    """Index of the teacher that computes the `ref_log_probs` of the row; None: all rows have the same reference."""
     full_kl: Float[Tensor, "B T"] | None = None
     """KL from the reference at each token, over the whole vocabulary, where the reward is lowered by it."""
     values: Float[Tensor, "B T"] | None = None  # type: ignore[assignment]

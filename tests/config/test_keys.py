@@ -97,6 +97,10 @@ def test_explain_says_what_is_refused_and_what_does_nothing():
     assert "second name of: data.chat_template" in explain("actor_rollout_ref.model.custom_chat_template")
 
 
+def test_an_entry_of_a_free_mapping_is_explained_by_the_mapping():
+    assert explain("distillation.teacher_models.math.model_path") == explain("distillation.teacher_models")
+
+
 def test_explain_lists_a_section():
     text = explain("algorithm.kl_ctrl")
     assert text.count("\n") == 6

@@ -24,6 +24,12 @@ BY_MEGATRON = f"{ACTOR}.strategy=megatron"
 
 TEACHER, DISTILLATION = "distillation.teacher_models.teacher_model.model_path", "distillation.distillation_loss"
 DISTILLS = ["distillation.enabled=True", f"{TEACHER}=large"]
+TEACHERS = "distillation.teacher_models"
+SEVERAL = [
+    "distillation.enabled=True",
+    *(f"{TEACHERS}.math.{setting}" for setting in ("key=a", "model_path=large")),
+    *(f"{TEACHERS}.code.{setting}" for setting in ("key=b", "model_path=larger")),
+]
 
 # rule -> (overrides, path of the problem, text in it, overrides that mend it)
 PROGRAM = [f"{ROLLOUT}.agent.default_agent_loop=endpoint", f"{ROLLOUT}.agent.endpoint.program=agent.py:play"]
@@ -712,6 +718,54 @@ CASES |= {
         "missing with distillation.enabled=True",
         [f"{TEACHER}=large"],
     ),
+    "a_teacher_has_a_model": (
+        ["distillation.enabled=True", f"{TEACHERS}.math.key=a"],
+        f"{TEACHERS}.math.model_path",
+        "the teacher has no model",
+        [f"{TEACHERS}.math.model_path=large"],
+    ),
+    "teachers_have_known_settings": (
+        [*DISTILLS, f"{TEACHERS}.teacher_model.model_paht=other"],
+        f"{TEACHERS}.teacher_model.model_paht",
+        "a teacher has no such key",
+        [f"~{TEACHERS}.teacher_model.model_paht"],
+    ),
+    "several_teachers_have_keys": (
+        [*DISTILLS, f"{TEACHERS}.math.model_path=b", f"{TEACHERS}.math.key=a"],
+        f"{TEACHERS}.teacher_model.key",
+        "with 2 teachers each needs the data_source of the rows that it scores",
+        [f"{TEACHERS}.teacher_model.key=c"],
+    ),
+    "a_row_has_one_teacher": (
+        [*SEVERAL, f"{TEACHERS}.code.key=a"],
+        f"{TEACHERS}.code.key",
+        "'a' is the key of math as well",
+        [f"{TEACHERS}.code.key=c"],
+    ),
+    "a_server_has_settings_of_its_own": (
+        [*DISTILLS, f"{TEACHERS}.teacher_model.timeout=9.0"],
+        f"{TEACHERS}.teacher_model.timeout",
+        "is of a teacher on a server, and this one runs here",
+        [f"{TEACHERS}.teacher_model.server_url=http://teacher:8000"],
+    ),
+    "servers_compute_at_a_temperature_of_1": (
+        [*DISTILLS, f"{TEACHERS}.teacher_model.server_url=http://teacher:8000", f"{ROLLOUT}.temperature=0.7"],
+        f"{TEACHERS}.teacher_model.server_url",
+        "a server computes at a temperature of 1",
+        [f"{ROLLOUT}.temperature=1"],
+    ),
+    "servers_return_log_probs_of_tokens": (
+        [*DISTILLS, f"{TEACHERS}.teacher_model.server_url=http://teacher:8000", f"{DISTILLATION}.loss_mode=full"],
+        f"{TEACHERS}.teacher_model.server_url",
+        "full (distillation.distillation_loss.loss_mode) compares distributions",
+        [f"{DISTILLATION}.loss_mode=k3"],
+    ),
+    "teachers_have_names": (
+        ["distillation.enabled=True", f"{TEACHERS}={{a/b: {{model_path: large}}}}"],
+        f"{TEACHERS}.a/b",
+        "is not a name",
+        [f"~{TEACHERS}", f"{TEACHER}=large"],
+    ),
     "the_teacher_is_the_only_reference": (
         [*DISTILLS, f"{ACTOR}.use_kl_loss=True"],
         f"{ACTOR}.use_kl_loss",
@@ -776,6 +830,10 @@ NOT_TAKEN_BY_VERL = {
     *("training_data_is_named", "actor_mini_batch_fits", "critic_mini_batch_fits", "gae_has_a_critic"),
     *(
         "distillation_has_a_teacher",
+        "a_teacher_has_a_model",
+        "teachers_have_known_settings",
+        "several_teachers_have_keys",
+        "a_row_has_one_teacher",
         "k1_is_no_loss",
         "rejection_modes_have_bounds",
         "bypass_has_no_token_baseline",
@@ -794,6 +852,8 @@ NOT_VERLS = {
     *("servers_sample_where_their_addresses_are", "weights_of_several_devices_pass_through_the_host"),
     *("servers_are_named_once", "servers_are_named_once_by_any_name", "servers_are_where_they_are_looked_for"),
     "routers_can_be_told",
+    *("a_server_has_settings_of_its_own", "servers_compute_at_a_temperature_of_1", "teachers_have_names"),
+    "servers_return_log_probs_of_tokens",
     *("an_endpoint_has_a_program", "programs_hold_their_conversations", "programs_score_alone"),
     *("experts_of_programs_are_not_recorded", "turns_of_programs_end"),
 }

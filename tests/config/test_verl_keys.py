@@ -507,6 +507,10 @@ NOTED: dict[str, tuple[list[str], str | None]] = {
         ],
         "topk=64, distillation.distillation_loss.log_prob_min_clamp=-10.0 (distillation.distillation_loss.loss_mode is",
     ),
+    "teachers of other columns": (
+        [*TEACHER, "distillation.teacher_key=data_source"],
+        None,
+    ),
     "the rows of a teacher": ([*TEACHER, f"{TEACHERS}.teacher_model.key=math"], "all rows have the same teacher"),
     "weights in shared memory": (["actor_rollout_ref.model.use_shm=True"], "never copied to shared memory"),
     "weights in bf16": (["critic.model.fsdp_config.model_dtype=bf16"], "fp32, which takes more memory"),
@@ -525,7 +529,6 @@ BY_NAME: dict[str, tuple[list[str], str]] = {
         "fsdp_turbo is refused, as in actor_rollout_ref.ref.strategy: of verl's engines",
     ),
     "MindSpeed": ([f"{ACTOR}.strategy=mindspeed", f"{ACTOR}.mindspeed.x.y=1"], "mindspeed is refused"),
-    "a second teacher": ([*TEACHER, *(f"{TEACHERS}.mine.{one}" for one in ("key=a", "model_path=b"))], "one teacher"),
     "another policy loss": ([*TEACHER, f"{OF_TEACHER}.policy_loss_mode=gspo"], "the clipped one"),
 }
 """What tether does not have -> settings that ask for it, and a part of the one line on them."""
@@ -538,6 +541,25 @@ def test_what_changes_no_result_is_a_note():
         if not any(expected in note for note in loaded.notes) if expected else loaded.notes:
             wrong[what] = loaded.notes
     assert wrong == {}
+
+
+def test_teachers_have_any_name_and_verls_empty_entry_is_none(defaults, tmp_path):
+    """verl's own entry stays in what it prints beside those of other names."""
+    servers = {f"{TEACHERS}.{name}.num_replicas": 2 for name in ("gsm8k", "geo3k")}
+    keys = {f"{TEACHERS}.gsm8k.key": "openai/gsm8k", f"{TEACHERS}.geo3k.key": "hiyouga/geometry3k"}
+    paths = {f"{TEACHERS}.{name}.model_path": f"large-{name}" for name in ("gsm8k", "geo3k")}
+    printed_values = defaults | servers | keys | paths | {"distillation.enabled": True, f"{ROLLOUT}.n": 2}
+    loaded = load("algorithm.adv_estimator=grpo", path=printed(tmp_path, printed_values))
+    expected = {
+        "gsm8k": {"key": "openai/gsm8k", "model_path": "large-gsm8k"},
+        "geo3k": {"key": "hiyouga/geometry3k", "model_path": "large-geo3k"},
+    }
+    assert loaded.config.distillation.teacher_models == expected
+    (note,) = (note for note in loaded.notes if "a teacher is no server" in note and TEACHERS in note)
+    assert f"{TEACHERS}.geo3k.num_replicas, {TEACHERS}.gsm8k.num_replicas (" in note
+    assert "teacher_model.inference" not in note
+    other = problems_of(*TEACHER, "distillation.teacher_key=task")["distillation.teacher_key"]
+    assert "the column that data.reward_fn_key names" in other
 
 
 def test_what_is_not_there_is_one_line_with_its_name():

@@ -256,7 +256,7 @@ def text_others(folder: Path) -> dict[str, list[str]]:
         **{f"{role}.lora_adapter_path": [f"{folder / 'adapter'}"] for role in (MODEL, "critic.model")},
         f"{MODEL}.override_config": ["{rms_norm_eps: 0.1}"],
         "critic.model.path": [f"{folder / 'model2'}"],
-        "distillation.teacher_models.teacher_model.model_path": [f"{folder / 'model'}"],
+        "distillation.teacher_models": [f"{{teacher_model: {{model_path: {folder / 'model'}}}}}"],
         "distillation.distillation_loss.log_prob_min_clamp": ["-5.0"],
         "reward_model.model.path": [f"{folder / 'rm2'}"],
         "reward_model.model.input_tokenizer": ["null"],

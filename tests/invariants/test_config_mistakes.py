@@ -1,7 +1,6 @@
 """Promise 5: what is wrong with a configuration is refused by name, all at once, before anything heavy is imported."""
 
 import random
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,10 +26,6 @@ def slips(path: str, at: int) -> Iterator[str]:
     yield path[:at] + ("q" if path[at] != "q" else "z") + path[at + 1 :]
 
 
-NAMES_A_TEACHER = re.compile(r"distillation\.teacher_models\.(?!teacher_model\.)[^.]+\.")
-"""Names of teachers are free: another one is refused where distillation is enabled, and is no typo."""
-
-
 def one_letter_typos(slips_a_key: int) -> dict[str, str]:
     """Typo -> the key that was meant, of each kind at places drawn anywhere in the dotted path; without other keys."""
     places = random.Random(0)
@@ -39,7 +34,7 @@ def one_letter_typos(slips_a_key: int) -> dict[str, str]:
         for path in keys()
         for at in places.sample(range(len(path)), slips_a_key)
         for typo in slips(path, at)
-        if typo not in keys() and not NAMES_A_TEACHER.match(typo)
+        if typo not in keys()
     }
     assert len(typos) > 2.5 * slips_a_key * len(keys())
     return typos

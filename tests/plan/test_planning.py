@@ -76,6 +76,24 @@ def test_a_teacher_is_planned_as_a_reference_of_its_own_size() -> None:
     assert taught.plan().step.middle > alone.plan().step.middle
 
 
+def test_each_of_several_teachers_is_planned() -> None:
+    """Both rest on the device; each scores half of the rows, one after the other."""
+    card, one = (
+        DEVICES["h100-80g"],
+        ("distillation.enabled=True", "distillation.teacher_models.a.model_path=qwen2.5-7b"),
+    )
+    two = (*one, "distillation.teacher_models={a: {key: x}, b: {key: y, model_path: qwen2.5-1.5b}}")
+    single, several = (planner("qwen2.5-1.5b", card, 2, *more) for more in (one, two))
+    sizes = [several.models[name].sizes.parameters for name in several.references]
+    assert sizes == [KNOWN["qwen2.5-7b"].parameters, KNOWN["qwen2.5-1.5b"].parameters]
+    phases = [plan.plan().groups[0].phases["update_actor"] for plan in (single, several)]
+    assert phases[1]["teacher a weights"] == phases[0]["reference weights"]
+    assert phases[1]["teacher b weights"] == several.models["teacher b"].held * 2 / 2
+    assert several.plan().times["ref"].middle < single.plan().times["ref"].middle
+    whole = planner("qwen2.5-1.5b", card, 2, *one, "distillation.distillation_loss.loss_mode=full")
+    assert whole.plan().groups[0].phases["update_actor"]["reference weights"] > 0
+
+
 def test_the_largest_micro_batch_fits_and_one_more_row_does_not() -> None:
     results = planner("qwen2.5-1.5b", DEVICES["generic-24g"], 2)
     largest = largest_micro_batch(results)

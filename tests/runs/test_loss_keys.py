@@ -22,7 +22,7 @@ from tether.text.learning.build import (
     build_critic,
     critic_engine,
     load_policy,
-    load_reference,
+    load_references,
     load_value_model,
 )
 from tether.text.learning.losses import (
@@ -72,7 +72,7 @@ def actor_of(config: RunConfig, policy: PreTrainedModel | None = None) -> Learne
     policy = policy or load_policy(
         config.actor_rollout_ref.model, inputs.model_path, CPU, None, seed=config.trainer.seed
     )
-    reference = load_reference(config, inputs.reference_path, policy, CPU)
+    reference = load_references(config, inputs.reference_paths, policy, CPU).get("reference")
     return build_actor(
         config, actor_engine(config, policy, reference, inputs.tokenizer, 3, Path("unused")), total_steps=3
     )

@@ -10,7 +10,7 @@ A token's KL is one of `kl`, with the teacher as the reference, or `forward_kl_t
 Either is the whole loss, or is added to the policy loss of the rewards.
 
 Watch: `distillation/kl`, which falls; `actor/entropy`, which approaches that of the teacher.
-Keys: `distillation.enabled`, `distillation.teacher_models.teacher_model.model_path`,
+Keys: `distillation.enabled`, `distillation.teacher_models`,
     `distillation.distillation_loss.loss_mode`, `distillation.distillation_loss.use_task_rewards`,
     `distillation.distillation_loss.distillation_loss_coef`.
 """

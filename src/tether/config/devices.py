@@ -82,11 +82,17 @@ def models_of(cfg: RunConfig) -> set[str]:
     has = {
         "actor": True,
         "critic": cfg.critic.enable,
-        "reference": asks_reference(cfg),
+        "reference": asks_reference(cfg) and not _all_teachers_are_served(cfg),
         "sampler": cfg.actor_rollout_ref.rollout.name not in SERVERS or _places_servers(cfg),
         "reward_model": cfg.reward_model.enable and cfg.reward_model.server.url is None,
     }
     return {name for name, is_used in has.items() if is_used}
+
+
+def _all_teachers_are_served(cfg: RunConfig) -> bool:
+    """Whether no teacher runs on the devices of a run; the teachers may be invalid, which is reported separately."""
+    teachers = cfg.distillation.teacher_models.values() if cfg.distillation.enabled else ()
+    return bool(teachers) and all(isinstance(entry, dict) and entry.get("server_url") for entry in teachers)
 
 
 def _places_servers(cfg: RunConfig) -> bool:

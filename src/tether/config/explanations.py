@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tether.config import render
-from tether.config.keys import Key, keys, sections, show, values_of
+from tether.config.keys import Key, keys, mapping_key, sections, show, values_of
 from tether.config.loading.load import LoadedConfig
 from tether.config.loading.type_errors import expected
 from tether.config.loading.typos import unknown_key
@@ -23,8 +23,8 @@ def explain(key: str, loaded: LoadedConfig | None = None) -> str:
     Raises:
         ConfigError: unknown key; names the nearest one.
     """
-    if renamed(key) in keys():
-        path = renamed(key)
+    path = mapping_key(renamed(key)) or renamed(key)
+    if path in keys():
         return _explain_key(keys()[path]) + (_in_this_run(path, loaded) if loaded else "")
     if key in sections():
         paths = [path for path in keys() if path.startswith(f"{key}.")]

@@ -119,6 +119,13 @@ def with_values(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
+def mapping_key(path: str) -> str | None:
+    """Return the key of the free mapping that contains `path`, for example `data.apply_chat_template_kwargs`."""
+    names = path.split(".")
+    prefixes = (".".join(names[:count]) for count in range(1, len(names)))
+    return next((prefix for prefix in prefixes if prefix in keys() and keys()[prefix].is_mapping), None)
+
+
 def show(value: object) -> str:
     """Return a value as text, as in YAML or in an override, without its secrets."""
     value = masked(value)

@@ -1,11 +1,12 @@
 """Whether a run takes a KL from the reference, in the loss or the reward, and how it is computed.
 
-With distillation the reference is the teacher.
+With distillation the reference is the teacher, or a model for each of several teachers.
 """
 
 from __future__ import annotations
 
 from tether.config.schema.root import RunConfig
+from tether.text.learning.config_distillation import TEACHERS, TeacherConfig, read_teachers
 
 OVER_VOCABULARY = ("full", "forward_kl_topk")
 """Kinds of KL that compare distributions, not the probabilities of sampled tokens."""
@@ -38,12 +39,32 @@ def full_kl_setting(cfg: RunConfig) -> tuple[str, str]:
     return "distillation.distillation_loss.loss_mode" if distills else "actor_rollout_ref.actor.kl_loss_type", kind
 
 
-def reference_model(cfg: RunConfig) -> tuple[str, str]:
-    """Return the key that names the model of the reference, and its value."""
-    teacher = cfg.distillation.teacher_models.teacher_model.model_path
-    if cfg.distillation.enabled and teacher is not None:
-        return "distillation.teacher_models.teacher_model.model_path", teacher
-    return "actor_rollout_ref.model.path", cfg.actor_rollout_ref.model.path
+def reference_models(cfg: RunConfig) -> dict[str, tuple[str, str]]:
+    """Return the key that names each model of the reference, and its value, by the name of its component.
+
+    There is one, ``reference``, or each of several teachers, in the order of `TrainBatch.teacher`.
+    """
+    if not cfg.distillation.enabled:
+        return {"reference": ("actor_rollout_ref.model.path", cfg.actor_rollout_ref.model.path)}
+    teachers = read_teachers(cfg.distillation.teacher_models)
+    named = {name: (f"{TEACHERS}.{name}.model_path", str(teacher.model_path)) for name, teacher in teachers.items()}
+    if len(named) == 1:
+        return {"reference": named.popitem()[1]}
+    return {f"teacher {name}": setting for name, setting in named.items()}
+
+
+def served_teachers(cfg: RunConfig) -> dict[str, TeacherConfig]:
+    """Return the teachers on servers, by the names of `reference_models`; the other models run on the run's devices."""
+    if not cfg.distillation.enabled:
+        return {}
+    teachers = read_teachers(cfg.distillation.teacher_models).values()
+    named = zip(reference_models(cfg), teachers, strict=True)
+    return {name: teacher for name, teacher in named if teacher.server_url is not None}
+
+
+def local_references(cfg: RunConfig) -> list[str]:
+    """Return the names of the reference's models on the run's devices."""
+    return [name for name in reference_models(cfg) if name not in served_teachers(cfg)]
 
 
 def has_reference(cfg: RunConfig) -> bool:

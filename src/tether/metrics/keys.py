@@ -133,6 +133,11 @@ ACTOR: Mapping[str, MetricInfo] = {
         "falls",
         when="with distillation.enabled",
     ),
+    "distillation/kl/<teacher>": MetricInfo(
+        "The same over the rows of one of several teachers; absent in a step without such rows.",
+        "falls",
+        when="with several distillation.teacher_models",
+    ),
     "distillation/pg_clipfrac": MetricInfo(
         "Share of tokens whose policy gradient towards the teacher was clipped.",
         "0 to 0.2",

@@ -143,7 +143,7 @@ def _offloading(planner: Planner) -> Iterator[Values]:
         if moved:
             yield moved
         weights = {f"{section}.param_offload": True for section in chosen if not sections[section].param_offload}
-        if "reference" in planner.models and not getattr(config.actor_rollout_ref.ref, engine).param_offload:
+        if planner.references and not getattr(config.actor_rollout_ref.ref, engine).param_offload:
             weights[f"{REF}.{engine}.param_offload"] = True
         yield moved | weights
         if engine == "fsdp_config":

@@ -13,10 +13,11 @@ from tether.config import (
     asks_reference,
     device_count,
     full_kl_in_reward,
+    local_references,
     models_of,
     placed,
     reference_is_policy,
-    reference_model,
+    reference_models,
     reference_runs_with_actor,
     uses_megatron,
 )
@@ -271,28 +272,36 @@ class Planner:
             sizes = self._sizes(critic.path, "critic.model.path", critic.override_config)
             results["critic"] = self._model("critic", sizes, config.critic)
         if ("reference" in used or reference_runs_with_actor(config)) and not reference_is_policy(config):
-            key, teacher = reference_model(config)
-            sizes = self._sizes(teacher, key) if config.distillation.enabled else self.policy
-            results["reference"] = self._model("reference", sizes, settings.ref)
+            for name in local_references(config):
+                key, model = reference_models(config)[name]
+                sizes = self._sizes(model, key) if config.distillation.enabled else self.policy
+                results[name] = self._model(name, sizes, settings.ref)
         path = config.reward_model.model.path
         if "reward_model" in used and path:
             sizes = self._sizes(path, "reward_model.model.path")
             results["reward_model"] = self._model("reward_model", sizes, config.reward_model.model)
         return results
 
+    @property
+    def references(self) -> list[str]:
+        """Names of the models that score for a KL, each of which is a teacher if there are several."""
+        return [name for name in reference_models(self.config) if name in self.models]
+
     def _model(self, name: str, sizes: Architecture, role: Role) -> Model:
-        config, devices = self.config, len(placed(self.config).get(name, placed(self.config)["actor"]))
+        config, devices_by_model = self.config, placed(self.config)
+        placement = "reference" if isinstance(role, RefConfig) else name
+        devices = len(devices_by_model.get(placement, devices_by_model["actor"]))
         trained = isinstance(role, ActorConfig | CriticConfig)
         fsdp = role.model.fsdp_config if isinstance(role, CriticConfig) else role.fsdp_config
         section = config.critic.model if isinstance(role, CriticConfig) else config.actor_rollout_ref.model
-        kind = config.actor_rollout_ref.actor.fsdp_config.dtype if name == "reference" else fsdp.dtype
+        kind = config.actor_rollout_ref.actor.fsdp_config.dtype if isinstance(role, RefConfig) else fsdp.dtype
         number = {"auto": 2 if self.device.bfloat16 else 4, "bfloat16": 2, "float32": 4}[kind]
         model = Model(
             name.replace("_", " "),
             sizes,
             ranks=devices,
             trained=trained,
-            has_head=name in ("actor", "reference"),
+            has_head=isinstance(role, ActorConfig | RefConfig),
             number=number,
             adapter=sizes.adapter(section.lora_rank) if trained and section.lora_rank else 0,
             recompute=section.enable_gradient_checkpointing,
@@ -302,7 +311,7 @@ class Planner:
         if uses_megatron(config) and not isinstance(role, ScoringModelConfig):
             return self._of_megatron(model, name, role)
         moved = fsdp.param_offload or fsdp.offload_policy or getattr(fsdp, "optimizer_offload", False)
-        unsharded = name == "reference" and reference_runs_with_actor(config)
+        unsharded = isinstance(role, RefConfig) and reference_runs_with_actor(config)
         if unsharded or (devices == 1 and not moved):
             return model
         shards, on_gpu = devices if fsdp.fsdp_size < 0 else min(fsdp.fsdp_size, devices), not self.device.is_cpu
@@ -432,7 +441,7 @@ class Planner:
     def _inference_limits(self, name: str) -> MicroLimits:
         config, settings, model = self.config, self.config.actor_rollout_ref, self.models[name]
         packed = settings.model.use_remove_padding or bool(model.layout)
-        if name in ("actor", "reference"):
+        if name == "actor" or name in self.references:
             section = settings.rollout if name == "actor" else settings.ref
             limits = (
                 section.log_prob_use_dynamic_bsz,
@@ -476,7 +485,9 @@ class Planner:
 
     def _phases(self, names: list[str]) -> dict[str, Parts]:
         kind = "cpu" if self.device.is_cpu else "gpu"
-        local = {name: model for name, model in self.models.items() if name in names}
+        scores = "reference" in names or ("actor" in names and reference_runs_with_actor(self.config))
+        local_names = {*names, *(self.references if scores else ())}
+        local = {name: model for name, model in self.models.items() if name in local_names}
         base: Parts = {"process": OVERHEAD[kind]}
         if kind == "gpu" and self.cluster.count > 1:
             base["communication"] = COMMUNICATION
@@ -512,9 +523,13 @@ class Planner:
             if not self.fine_tunes:
                 added["transfer"] = self._transfer(actor)
             added["checkpoint"] = self._saving(actor)
-        for name, phase in (("reference", "reference"), ("critic", "values"), ("reward_model", "reward")):
+        for name, phase in (("critic", "values"), ("reward_model", "reward")):
             if name in local:
                 added[phase] = memory.inference(local[name], self._inference_tokens(name))
+        scoring = [name for name in self.references if name in local]
+        passes = [memory.inference(local[name], self._inference_tokens(name)) for name in scoring]
+        if passes:
+            added["reference"] = max(passes, key=total)
         if "critic" in local:
             critic = local["critic"]
             added["update_critic"] = memory.update(critic, self._update_tokens(critic, self.config.critic))
@@ -714,7 +729,9 @@ class Planner:
             seconds["reward"] = self.assumptions.reward
         if self.recomputes_log_probs:
             seconds["old_log_prob"] = self._forward("actor")
-        for name, phase in (("reference", "ref"), ("critic", "values"), ("reward_model", "reward_model")):
+        if self.references:  # each of several teachers has a share of the rows
+            seconds["ref"] = sum(self._forward(name) for name in self.references) / len(self.references)
+        for name, phase in (("critic", "values"), ("reward_model", "reward_model")):
             if name in models:
                 seconds[phase] = self._forward(name)
         if reference_is_policy(config) and asks_reference(config):

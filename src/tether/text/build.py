@@ -12,6 +12,7 @@ A part is made by a function, or its `from_config`, that takes the sections that
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -29,7 +30,8 @@ from tether.config import (
     LoadedConfig,
     RunConfig,
     changes_since,
-    reference_model,
+    local_references,
+    reference_models,
     stored_weights,
     uses_megatron,
 )
@@ -61,6 +63,7 @@ from tether.text.learning.advantages import (
 from tether.text.learning.build import check_router_replay
 from tether.text.learning.build_collector import build_collector
 from tether.text.learning.collector import Collector, ScoredResponses
+from tether.text.learning.config_distillation import TEACHERS, teacher_of_source
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.evaluation import Evaluation
 from tether.text.learning.off_policy import (
@@ -142,7 +145,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
         schedule = _schedule(config, len(inputs.train))
         profiler = build_profiler(config.trainer, schedule, groups.all_ranks if groups else None)
         steps, incidents = schedule.total_steps, directory / "incidents"
-        paths = (inputs.model_path, inputs.critic_path, inputs.reference_path)
+        paths = (inputs.model_path, inputs.critic_path, inputs.reference_paths)
         sources = Sources(*paths, inputs.tokenizer, checkpoint, device, steps, incidents)
         roles = build_roles(config, sources, SamplingParams.from_config(rollout), directory, resources, groups)
         datasets = list(filter(None, (inputs.train, inputs.validation)))
@@ -202,6 +205,7 @@ def _rollouts(
         ),
         greedy_baseline=build_greedy_baseline(config.algorithm, rollout, config.reward_model, data.max_response_length),
         reward_components=build_reward_components(config.algorithm),
+        teacher_of_source=teacher_of_source(config.distillation.teacher_models) if config.distillation.enabled else {},
         rollout_files=build_rollout_files(config.trainer, inputs.tokenizer),
         evaluation=evaluation,
         max_prompt_length=inputs.train.report.max_prompt_length,
@@ -298,8 +302,12 @@ def _identity(config: RunConfig, inputs: Inputs) -> dict[str, str]:
         identity["actor_rollout_ref.model.path"] = object_fingerprint(held(str(inputs.model_path)))
     if isinstance(inputs.model_path, Path):
         identity["actor_rollout_ref.model.path"] = model_fingerprint(inputs.model_path)
-    if config.distillation.enabled and isinstance(inputs.reference_path, Path):
-        identity[reference_model(config)[0]] = model_fingerprint(inputs.reference_path)
+    if config.distillation.enabled:
+        settings = config.distillation.teacher_models
+        identity[TEACHERS] = json.dumps(teacher_of_source(settings))
+        for name in local_references(config):
+            if isinstance(path := inputs.reference_paths[name], Path):
+                identity[reference_models(config)[name][0]] = model_fingerprint(path)
     if isinstance(inputs.critic_path, Path):
         identity["critic.model.path"] = model_fingerprint(inputs.critic_path)
     if reference := stored_weights(config).get("reference"):  # a resumed run reads it, too

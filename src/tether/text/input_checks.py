@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from tether.config import Problem, RunConfig, reads_weights, reference_model, stored_weights
+from tether.config import Problem, RunConfig, local_references, reads_weights, reference_models, stored_weights
 from tether.config.schema import BackboneConfig
 from tether.config.support.live_keys import is_own_function
 from tether.runtime.cache import cache_dir
@@ -33,6 +33,13 @@ from tether.text.data.chats import load_chats
 from tether.text.data.config import DataConfig
 from tether.text.data.location import expand, locate
 from tether.text.data.rows import SINGLE_TURN, TOOL_AGENT, Row, RowAgent, Rows, agent_of
+from tether.text.learning.config_distillation import (
+    TEACHERS,
+    check_has_teacher,
+    read_teachers,
+    teacher_of_source,
+    teacher_problems,
+)
 from tether.text.models.model_path import resolve_model_path
 from tether.text.models.saved_adapter import check_adapter
 from tether.text.rewards.config import CustomRewardFunctionConfig, RewardModelConfig
@@ -266,8 +273,13 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
     yield "actor_rollout_ref.model.tokenizer_path", model.tokenizer_path, partial(_model, weights=False)
     if config.critic.enable:
         yield "critic.model.path", config.critic.model.path, partial(_model, weights=reads_weights(config, "critic"))
-    if config.distillation.enabled:
-        yield *reference_model(config), _model
+    if config.distillation.enabled and not teacher_problems(config.distillation.teacher_models):
+        for name, (key, named) in reference_models(config).items():
+            yield key, named, partial(_model, weights=name in local_references(config))
+        for name, teacher in read_teachers(config.distillation.teacher_models).items():
+            if teacher.server_url is not None:
+                key = f"{TEACHERS}.{name}.server_url"
+                yield key, teacher.server_url, partial(check_address, key=key)
     for section, settings in trained_sections(config).items():
         if settings.lora_adapter_path is not None:
             check = partial(_adapter, section, settings)
@@ -449,6 +461,9 @@ def _rows(
         named = agents_of(rollout.agent)
     configured = config.reward_model.parts
     sections = {} if part_problems(configured) else read_parts(configured)
+    distillation, taught = config.distillation, dict[str, int]()
+    if distillation.enabled and name in config.data.train_files and not teacher_problems(distillation.teacher_models):
+        taught = teacher_of_source(distillation.teacher_models)
     problems, row_agents = list[str](), set[tuple[RowAgent, RowAgent]]()
     for row in (rows[index] for index in range(len(rows))):
         agent = row.agent_name
@@ -461,6 +476,7 @@ def _rows(
                 defined.add(agent)
             if sections:
                 check_has_part(sections, row.data_source)
+            check_has_teacher(taught, row.data_source)
             if agent is None and rules:  # otherwise an environment may score it
                 check_source(row.data_source)
                 sources.add(row.data_source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,10 @@ from tether.config import (
     RunConfig,
     device_count,
     full_kl_in_loss,
+    local_references,
     placed,
     reads_weights,
-    reference_model,
+    reference_models,
     saved_values,
     values_of,
 )
@@ -30,6 +31,8 @@ from tether.text.data.examples import ExampleDataset
 from tether.text.data.prompts import PromptDataset, PromptOptions, dated_template, today
 from tether.text.data.rows import RowAgent, Rows
 from tether.text.input_checks import check_turns_act, rows_of, trained_sections
+from tether.text.learning.config_distillation import check_has_teacher, teacher_of_source
+from tether.text.learning.served_teacher import build_served_teachers
 from tether.text.models.load import load_config, load_tokenizer
 from tether.text.models.model_path import resolve_model_path
 from tether.text.models.saved_adapter import check_adapter
@@ -44,8 +47,8 @@ class Inputs:
 
     model_path: Path | str
     critic_path: Path | str
-    reference_path: Path | str
-    """Where the reference's model is, which is the teacher with distillation."""
+    reference_paths: Mapping[str, Path | str]
+    """Where the models of the reference are, by the names of `reference_models`."""
     tokenizer: PreTrainedTokenizerBase
     train: PromptDataset
     validation: PromptDataset | None
@@ -59,20 +62,29 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
     """
     model, data = config.actor_rollout_ref.model, config.data
     model_path = resolve_model_path(model.path, cache_dir(), weights=reads_weights(config, "actor", "reference"))
-    critic_path = reference_path = model_path
+    critic_path = model_path
+    reference_paths: dict[str, Path | str] = dict.fromkeys(reference_models(config), model_path)
     if config.critic.enable:
         of_files = reads_weights(config, "critic")
         critic_path = resolve_model_path(config.critic.model.path, cache_dir(), weights=of_files)
     if config.distillation.enabled:
-        reference_path = resolve_model_path(reference_model(config)[1], cache_dir())
-    _check_heads(config, model_path, reference_path, critic_path)
+        local = local_references(config)
+        reference_paths = {
+            name: resolve_model_path(path, cache_dir(), weights=name in local)
+            for name, (_, path) in reference_models(config).items()
+        }
+    _check_heads(config, model_path, reference_paths.values(), critic_path)
     tokenizer = build_tokenizer(data, model, resolve_model_path(model.tokenizer_path, cache_dir(), weights=False))
     if config.distillation.enabled:
-        _check_teacher(config, tokenizer, model_path, reference_path)
+        build_served_teachers(config)  # whether their servers answer
+        for name, setting in reference_models(config).items():
+            _check_teacher(config, tokenizer, model_path, reference_paths[name], "=".join(setting))
     agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
     train = build_dataset(
         data, agent, tokenizer, data.train_files, data.train_max_samples, shuffle=data.shuffle, tools=tools
     )
+    if config.distillation.enabled and (taught := teacher_of_source(config.distillation.teacher_models)):
+        train.check_rows(lambda row: check_has_teacher(taught, row.data_source))
     validation = None
     if data.val_files:
         validation = build_dataset(
@@ -90,7 +102,7 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
     for path in dict.fromkeys((model_path, critic_path)):
         for prompts in datasets:
             check_vocabulary(path, prompts, trust_remote_code=model.trust_remote_code)
-    return Inputs(model_path, critic_path, reference_path, tokenizer, train, validation)
+    return Inputs(model_path, critic_path, reference_paths, tokenizer, train, validation)
 
 
 def check_adapters(config: RunConfig, inputs: Inputs) -> None:
@@ -105,11 +117,11 @@ def check_adapters(config: RunConfig, inputs: Inputs) -> None:
             check_adapter(section, settings, path)
 
 
-def _check_heads(config: RunConfig, policy: Path | str, reference: Path | str, critic: Path | str) -> None:
+def _check_heads(config: RunConfig, policy: Path | str, references: Iterable[Path | str], critic: Path | str) -> None:
     """Refuse a number of devices that does not divide the attention heads."""
     roles = (
         ("actor_rollout_ref.actor", "actor", policy),
-        ("actor_rollout_ref.ref", "reference", reference),
+        *(("actor_rollout_ref.ref", "reference", reference) for reference in references),
         ("critic", "critic", critic),
     )
     for role, model, path in roles:
@@ -129,15 +141,14 @@ def _check_heads(config: RunConfig, policy: Path | str, reference: Path | str, c
 
 
 def _check_teacher(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, policy: Path | str, teacher: Path | str
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, policy: Path | str, teacher: Path | str, named: str
 ) -> None:
-    """Refuse a teacher that does not know the policy's tokens by the same ids.
+    """Refuse a teacher that does not know the policy's tokens by the same ids; `named` is its setting.
 
     Raises:
         ValueError: the message names the teacher and the difference.
     """
     model = config.actor_rollout_ref.model
-    named = "=".join(reference_model(config))
     mine, theirs = tokenizer.get_vocab(), build_tokenizer(config.data, model, teacher).get_vocab()
     if different := sorted({token for token, _ in mine.items() ^ theirs.items()}):
         raise ValueError(

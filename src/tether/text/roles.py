@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,16 @@ import torch
 from transformers import PreTrainedModel
 
 from tether.batch import TrainBatch
-from tether.config import RunConfig, models_of, placed, reference_runs_with_actor, uses_megatron
+from tether.config import (
+    RunConfig,
+    local_references,
+    models_of,
+    placed,
+    reference_is_policy,
+    reference_models,
+    reference_runs_with_actor,
+    uses_megatron,
+)
 from tether.config.schema import CriticConfig, ShardConfig, TrainedFsdpConfig
 from tether.distributed import Group
 from tether.distributed.groups import RankGroups
@@ -35,7 +44,7 @@ from tether.text.learning.build import (
     build_reference,
     critic_engine,
     load_policy,
-    load_reference,
+    load_references,
     load_value_model,
     reference_engine,
     reference_ranks,
@@ -47,6 +56,7 @@ from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.engines.one_rank import OneRankEngine
 from tether.text.learning.losses import PolicyOutputs, ReferenceModel, ValueOutputs
 from tether.text.learning.packing import MicroBatching, balanced, in_order
+from tether.text.learning.served_teacher import build_served_teachers
 from tether.text.loading import DTYPES
 from tether.text.models.expert_choice import follow_choice
 from tether.text.models.layers import use_tether_attention
@@ -78,14 +88,16 @@ class Engines:
 
     actor: PolicyEngine | None = None
     critic: ValueEngine | None = None
-    reference: PolicyEngine | None = None
+    references: Mapping[str, PolicyEngine] = field(default_factory=dict)
+    """The engine of the reference, or of each of several teachers in their order."""
     sampler: NativeEngine | None = None
     card: PolicyCard | None = None
     """Describes the policy to servers, if they sample."""
 
     def by_name(self) -> dict[str, Any]:
         """Return those that exist, as components of a rank."""
-        return {name: engine for name, engine in vars(self).items() if engine is not None}
+        single = {name: engine for name, engine in vars(self).items() if engine is not None and name != "references"}
+        return single | dict(self.references)
 
 
 def build_policy_engine(config: RunConfig, sources: Sources, groups: RankGroups | None) -> PolicyEngine:
@@ -138,10 +150,12 @@ def build_roles(
     # Samples while the actor is trained.
     ahead = (separate or hosts is not None) and config.trainer.async_mode != "off"
     handles: dict[str, Any] = {
-        name: ShardedEngine[Any](groups.of[name], name, replicas, assign, copies=ahead and name == "actor")
+        component: ShardedEngine[Any](groups.of[name], component, replicas, assign, copies=ahead and name == "actor")
         for name, replicas in _replicas(config, groups).items()
+        for component in (local_references(config) if name == "reference" else (name,))
     }
-    engines = Engines(**handles)
+    references = {name: handles.pop(name) for name in local_references(config) if name in handles}
+    engines = Engines(**handles, references=references)
     if config.actor_rollout_ref.rollout.name in SERVERS:
         card = _of_first_rank(groups.of["actor"], "card", "read")
         return _roles(
@@ -265,7 +279,7 @@ def _engines(
     """Build the named models. The sampler shares weights with `LocalEngine`, and has a copy with sharded engines."""
     tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
     settings = config.actor_rollout_ref
-    engines, policy, reference = Engines(), None, None
+    engines, policy, references = Engines(), None, dict[str, ReferenceModel]()
     if names & {"actor", "sampler"}:
         unread = sharded or "actor" not in names  # the sampler receives its weights from the actor
         policy = load_policy(
@@ -279,9 +293,11 @@ def _engines(
         if replays(config):
             follow_choice(policy)
     if "reference" in names or ("actor" in names and reference_runs_with_actor(config)):
-        reference = load_reference(config, sources.reference_path, policy, sources.device, unread=sharded)
+        references = load_references(config, sources.reference_paths, policy, sources.device, unread=sharded)
     if "actor" in names:
         assert policy is not None
+        models = [reference.model for reference in references.values()]
+        reference = replace(next(iter(references.values())), further=tuple(models[1:])) if models else None
         engines = _policy_engines(config, policy, reference, sources, make, names, sharded=sharded)
     elif "sampler" in names:
         assert policy is not None
@@ -297,13 +313,14 @@ def _engines(
         )
         built = critic_engine(config, critic, tokenizer, steps, incidents, make(config.critic))
         engines = replace(engines, critic=built)
-    if "reference" in names and reference is not None:
+    if "reference" in names:
         make_reference = make(config.actor_rollout_ref.ref)
-        if sharded and reference.model is policy:  # with LoRA
+        if sharded and reference_is_policy(config):
             make_reference = partial(_frozen, engines.actor)
         elif reference_runs_with_actor(config):  # unsharded, as the actor's forward passes need it
             make_reference = LocalEngine
-        engines = replace(engines, reference=reference_engine(config, reference, make_reference))
+        frozen = {name: reference_engine(config, model, make_reference) for name, model in references.items()}
+        engines = replace(engines, references=frozen)
     return engines
 
 
@@ -363,9 +380,11 @@ def _copy_to_sample(compute_dtype: str, policy: PreTrainedModel) -> PreTrainedMo
 
 def _roles(config: RunConfig, engines: Engines, sampler: RolloutEngine, total_steps: int) -> Roles:
     assert engines.actor is not None
+    references: dict[str, Any] = {**engines.references, **build_served_teachers(config)}
+    scoring = [references[name] for name in reference_models(config) if name in references]
     return Roles(
         build_actor(config, engines.actor, total_steps),
         build_critic(config, engines.critic) if engines.critic is not None else None,
-        build_reference(config.actor_rollout_ref, engines.reference) if engines.reference is not None else None,
+        build_reference(config.actor_rollout_ref, scoring) if scoring else None,
         sampler,
     )

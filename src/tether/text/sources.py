@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ class Sources:
 
     model_path: Path | str
     critic_path: Path | str
-    reference_path: Path | str
+    reference_paths: Mapping[str, Path | str]
     tokenizer: PreTrainedTokenizerBase
     checkpoint: Path | None
     device: torch.device

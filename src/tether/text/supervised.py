@@ -70,7 +70,7 @@ def build_supervised_run(loaded: LoadedConfig, begin: Callable[[str], None] = la
         schedule = _schedule(config, len(train))
         profiler = build_profiler(trainer, schedule, groups.all_ranks if groups else None)
         incidents, steps = store.root / "incidents", schedule.total_steps
-        sources = Sources(model_path, model_path, model_path, tokenizer, checkpoint, start.device, steps, incidents)
+        sources = Sources(model_path, model_path, {}, tokenizer, checkpoint, start.device, steps, incidents)
         learner = _learner(config, build_policy_engine(config, sources, groups))
         sampler = PromptSampler(len(train), data.train_batch_size, shuffle=data.shuffle, seed=data.seed)
         fine_tuning = Trainer(

@@ -81,6 +81,7 @@ def without_branches(forked: ScoredResponses) -> TrainBatch:
     batch = TrainBatch.assemble(forked.rollout, forked.scores)
     batch.reward_baselines = torch.linspace(-1, 1, len(batch))
     batch.reward_components = forked.scores[:, None]
+    batch.teacher = torch.arange(len(batch)) // 2
     return batch
 
 
@@ -131,6 +132,7 @@ def test_branches_share_the_prompt_that_they_have(batch: TrainBatch) -> None:
     alone = [uid for uid in uids if uid > 2]
     assert len(alone) == len({*alone}) == 2, "a compressed history is another prompt"
     assert all(uid in (row // 2, *alone) for row, uid in zip(further, uids, strict=True))
+    assert torch.equal(filled(batch.teacher), batch.episode // 2), "the teacher is that of the prompt of the episode"
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

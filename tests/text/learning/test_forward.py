@@ -10,6 +10,7 @@ from tests.text.learning.batches import UNSCORED, make_batch, make_critic, make_
 from tests.tiny import tiny_model
 from tether.text.learning.losses import PolicyForward, ReferenceModel, ValueForward
 from tether.text.learning.packing import MicroBatching, token_rows
+from tether.text.models.full_kl import TopK
 from tether.text.models.layers import enable_gradient_checkpointing
 from tether.text.models.lora import LoraOptions, adapter_off, add_lora
 from tether.text.models.output import value_head_of, values_from_hidden
@@ -102,6 +103,25 @@ def test_the_kl_over_the_vocabulary_is_that_of_transformers_logits(packed: bool,
         )
     assert found[batch.response_mask].min() > 0.1
     assert not found[~batch.response_mask].any()
+
+
+@pytest.mark.parametrize("topk", [None, TopK(8)])
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_kl_over_the_vocabulary_is_to_the_teacher_of_the_row(packed: bool, topk: TopK | None) -> None:
+    """The KL is that to each teacher alone, and so is the gradient; a single teacher of all rows is the other one."""
+    policy, teachers = make_policy(), (make_policy(seed=1), make_policy(seed=2))
+    batch = make_batch(policy, make_critic())
+    forward = PolicyForward(packed=packed, with_full_kl=True, forward_kl=topk)
+    weights = [p for p in policy.parameters() if p.requires_grad]
+    alone = [forward(policy, batch, ReferenceModel(teacher)).full_kl for teacher in teachers]
+    of_prompt = batch.uid.unique(return_inverse=True)[1] % 2
+    for teacher in (of_prompt, 1 - of_prompt, torch.ones_like(of_prompt)):
+        batch.teacher = teacher
+        found = forward(policy, batch, ReferenceModel(teachers[0], further=(teachers[1],))).full_kl
+        expected = torch.where(teacher[:, None] == 0, *alone)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        gradients = [torch.autograd.grad(kl.sum(), weights, retain_graph=True) for kl in (found, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
 
 
 def test_with_lora_the_reference_is_the_policy_without_its_adapter() -> None:

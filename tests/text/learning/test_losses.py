@@ -109,6 +109,20 @@ def test_distillation_is_added_to_the_policy_loss_or_stands_alone() -> None:
     assert alone.shares["actor/pg_loss"].item() == pytest.approx(sum(POLICY) / 6)  # measured all the same
 
 
+def test_each_teacher_has_the_kl_of_its_rows() -> None:
+    """The first row, with d = log 1.5 and 1, is the second teacher's; the other one, with 0, the first's."""
+    taught = batch()
+    taught.teacher = torch.tensor([1, 0])
+    names = ("first", "second", "third")
+    by_gradient = Distillation("k1", None, use_policy_gradient=True, teachers=names)
+    metrics = PolicyLoss(distillation=by_gradient)(OUTPUTS, taught, SIZES).metrics
+    found = {name: float(metric) for name, metric in metrics.items() if name.startswith("distillation/kl/")}
+    assert found == {
+        "distillation/kl/first": 0.0,
+        "distillation/kl/second": pytest.approx((math.log(1.5) + 1.0) / 2),
+    }
+
+
 def test_selected_tokens_reach_the_policy_loss() -> None:
     """clip_cov: the loss of a selected token is 0."""
     full = batch()

@@ -1,4 +1,5 @@
-"""Servers that judge and score: OpenAI's chat completions, vLLM's and SGLang's /classify, and how they misbehave."""
+"""Servers that judge and score: OpenAI's chat completions, vLLM's and SGLang's /classify, vLLM's log-probs of a prompt,
+and how they misbehave."""
 
 import json
 import threading
@@ -26,6 +27,7 @@ class ModelServer(ThreadingHTTPServer):
         self.judge: Callable[[str], str] = lambda text: "Score: 1"
         self.score: Callable[[Any], float] = lambda content: float(len(content))
         self.tokens: Callable[[Any], int] = len
+        self.log_probs: Callable[[list[int]], list[float]] = lambda ids: [-0.5] * (len(ids) - 1)
         self.finish_reason = "stop"
         self.raw: bytes | None = None
         """Sent instead of an answer."""
@@ -82,6 +84,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send(200, self.server.raw)
         elif self.path == "/v1/chat/completions":
             self.send(200, json.dumps(self.completion(body)).encode())
+        elif self.path == "/v1/completions":
+            self.send(200, json.dumps(self.prompt_log_probs(body)).encode())
         elif self.path == "/classify":
             self.send(200, json.dumps(self.classified(body)).encode())
         else:
@@ -91,6 +95,13 @@ class Handler(BaseHTTPRequestHandler):
         message = {"role": "assistant", "content": self.server.judge(body["messages"][-1]["content"])}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self.server.finish_reason}
         return {"id": "1", "object": "chat.completion", "created": 1, "model": body["model"], "choices": [choice]}
+
+    def prompt_log_probs(self, body: dict[str, Any]) -> dict[str, Any]:
+        ids = body["prompt"]
+        pairs = zip(ids[1:], self.server.log_probs(ids), strict=True)
+        entries = [{str(id_): {"logprob": value, "rank": 1, "decoded_token": "x"}} for id_, value in pairs]
+        choice = {"index": 0, "text": "x", "finish_reason": "length", "prompt_logprobs": [None, *entries]}
+        return {"id": "1", "object": "text_completion", "created": 1, "model": body["model"], "choices": [choice]}
 
     def classified(self, body: dict[str, Any]) -> dict[str, Any]:
         if "input_ids" in body:  # SGLang

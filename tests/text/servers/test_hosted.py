@@ -175,7 +175,7 @@ def test_each_server_has_devices_of_one_machine(
     words = ["data.train_files=[x]", "actor_rollout_ref.model.path=x", "actor_rollout_ref.rollout.name=vllm"]
     config = load_config(None, [*words, f"actor_rollout_ref.rollout.tensor_model_parallel_size={split}"]).config
     nodes: Any = Nodes()
-    sources = Sources(Path("x"), Path("x"), Path("x"), None, None, torch.device("cuda"), 1, tmp_path)  # type: ignore
+    sources = Sources(Path("x"), Path("x"), {}, None, None, torch.device("cuda"), 1, tmp_path)  # type: ignore
     hosts = SamplingRanks(nodes, ranks, train=True)
     card = PolicyCard.of(tiny_policy())
 

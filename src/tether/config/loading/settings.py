@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tether.config.adapters import take_from_adapters
-from tether.config.keys import keys, sections, show
+from tether.config.keys import keys, mapping_key, sections, show
 from tether.config.loading.asynchronous import translate_asynchronous
 from tether.config.loading.compose import compose
 from tether.config.loading.foreign_words import KEYS
@@ -185,7 +185,7 @@ def _flatten(path: str, value: object, written: str | None = None) -> Iterator[I
         yield _grammar_problem(path, value) or (path, value, written)
     elif value in (None, {}) and is_unread_section(path):
         return
-    elif (owner := _mapping_key(path)) is not None:
+    elif (owner := mapping_key(path)) is not None:
         what = f"is a part of {owner}, which a file gives as one mapping"
         yield Problem(written or path, what, f"write it below {owner}, or give {path}={show(value)} in the command")
     elif path not in sections():
@@ -237,7 +237,7 @@ def _store(settings: Settings, items: Iterable[Item | Problem], source: str, pos
 def _apply(settings: Settings, override: Override, position: int) -> list[Problem]:
     path = renamed(override.path)
     written = None if path == override.path else override.path
-    owner = _mapping_key(path)
+    owner = mapping_key(path)
     if owner is not None:
         return _apply_inside_mapping(
             settings, owner, path.removeprefix(owner + ".").split("."), override, written, position
@@ -302,13 +302,6 @@ def _remove_overlapping(settings: Settings, path: str) -> None:
     _remove(settings, path)
     for end in [index for index, letter in enumerate(path) if letter == "."]:
         settings.pop(path[:end], None)
-
-
-def _mapping_key(path: str) -> str | None:
-    """Return the key of the free mapping that contains `path`, for example `data.apply_chat_template_kwargs`."""
-    names = path.split(".")
-    prefixes = (".".join(names[:count]) for count in range(1, len(names)))
-    return next((prefix for prefix in prefixes if prefix in keys() and keys()[prefix].is_mapping), None)
 
 
 def put(mapping: object, path: Sequence[str], value: object) -> dict[str, object]:

@@ -12,6 +12,7 @@ from tether.config.loading.settings import Settings
 from tether.config.schema.algorithm import WITHOUT_PEERS
 from tether.config.support.live_keys import why_idle
 from tether.loss_requirements import REQUIRED_AGGREGATION
+from tether.text.learning.config_distillation import SERVER_SETTINGS, TEACHERS
 from tether.text.sampling.config import SERVERS
 
 ACTOR = "actor_rollout_ref.actor"
@@ -31,8 +32,10 @@ def notes(settings: Settings, values: Mapping[str, object]) -> list[str]:
         _own_aggregation,
         _no_lower_clip,
         _idle_critic,
+        _key_of_one_teacher,
     )
-    single_notes = [_clip_ratio(settings, values), _parity(settings, values), *(check(values) for check in checks)]
+    of_settings = (_clip_ratio, _parity, _teachers_are_no_servers)
+    single_notes = [*(check(settings, values) for check in of_settings), *(check(values) for check in checks)]
     all_notes = (*single_notes, *_idle(settings, values))
     return [note for note in all_notes if note is not None]
 
@@ -120,6 +123,29 @@ def _idle_critic(values: Mapping[str, Any]) -> str | None:
         return None
     estimator = f"algorithm.adv_estimator={values['algorithm.adv_estimator']}"
     return f"{rewards}=False: nothing learns from the critic that {estimator} trains; grpo has none"
+
+
+def _key_of_one_teacher(values: Mapping[str, Any]) -> str | None:
+    teachers = values[TEACHERS]
+    if not values["distillation.enabled"] or len(teachers) != 1:
+        return None
+    ((name, entry),) = teachers.items()
+    key = entry.get("key") if isinstance(entry, dict) else None
+    return f"no effect: {TEACHERS}.{name}.key={show(key)} (all rows have the same teacher)" if key else None
+
+
+def _teachers_are_no_servers(settings: Settings, values: Mapping[str, Any]) -> str | None:
+    written = settings[TEACHERS].value if TEACHERS in settings else {}
+    if not values["distillation.enabled"] or not isinstance(written, dict):
+        return None
+    idle = [
+        f"{TEACHERS}.{name}.{setting}"
+        for name, entry in written.items()
+        for setting, default in SERVER_SETTINGS.items()
+        if name in values[TEACHERS] and isinstance(entry, dict) and entry.get(setting) not in default
+    ]
+    what = "a teacher is no server: it runs as the reference does, on the policy's devices or on those of "
+    return f"no effect: {', '.join(idle)} ({what}cluster.component_placement.inference)" if idle else None
 
 
 def _parity(settings: Settings, values: Mapping[str, object]) -> str | None:

@@ -46,6 +46,8 @@ def with_branches(batch: TrainBatch, responses: ScoredResponses) -> TrainBatch:
         joined.reward_baselines = batch.reward_baselines[episode]
     if batch.reward_components is not None:
         joined.reward_components = batch.reward_components[episode]
+    if batch.teacher is not None:
+        joined.teacher = batch.teacher[episode]
     return joined
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from tether.config import (
     full_kl_in_loss,
     full_kl_in_reward,
     has_reference,
+    local_references,
     reference_is_policy,
     reference_runs_with_actor,
     replay_of,
@@ -41,8 +42,8 @@ from tether.runtime.install import pip_install
 from tether.runtime.objects import held, is_object
 from tether.text.data.config import DataConfig
 from tether.text.learning.advantages import asks_for
-from tether.text.learning.config_distillation import DistillationConfig
-from tether.text.learning.engines.local import LocalEngine
+from tether.text.learning.config_distillation import DistillationConfig, read_teachers
+from tether.text.learning.engines.local import LocalEngine, scattered
 from tether.text.learning.losses import (
     Aggregation,
     CriticLoss,
@@ -315,27 +316,32 @@ def _actor_loss(config: RunConfig, actor: ActorConfig) -> LossSpec[TrainBatch, P
     )
 
 
-def load_reference(
-    config: RunConfig, path: Path | str, policy: PreTrainedModel | None, device: torch.device, *, unread: bool = False
-) -> ReferenceModel | None:
-    """Load the teacher, or the policy that training started from; None if no KL uses it.
+def load_references(
+    config: RunConfig,
+    paths: Mapping[str, Path | str],
+    policy: PreTrainedModel | None,
+    device: torch.device,
+    *,
+    unread: bool = False,
+) -> dict[str, ReferenceModel]:
+    """Load the teachers, or the policy that training started from, by name; empty if no KL uses it.
 
     With LoRA that policy is the trained one with its adapter disabled, otherwise it is a separate frozen model.
     """
     settings = config.actor_rollout_ref
     if not has_reference(config):
-        return None
+        return {}
     if reference_is_policy(config):
         assert policy is not None, "both are on the same devices"
-        return ReferenceModel(policy, during=_lora().adapter_off)
-    model = load_causal_lm(
-        path,
+        return dict.fromkeys(paths, ReferenceModel(policy, during=_lora().adapter_off))
+    load = partial(
+        load_causal_lm,
         dtype=DTYPES[settings.ref.fsdp_config.dtype],
         trust_remote_code=settings.model.trust_remote_code,
         override_config=None if config.distillation.enabled else settings.model.override_config,
         lazy_device=device if unread and not reference_runs_with_actor(config) else None,
     )
-    return ReferenceModel(on_device(model, device))
+    return {name: ReferenceModel(on_device(load(paths[name]), device)) for name in local_references(config)}
 
 
 def reference_engine(config: RunConfig, reference: ReferenceModel, make: MakeEngine = LocalEngine) -> Any:
@@ -353,9 +359,21 @@ def reference_engine(config: RunConfig, reference: ReferenceModel, make: MakeEng
     return make(reference.model, micro, during=reference.during)
 
 
-def build_reference(settings: ActorRolloutRefConfig, engine: PolicyEngine) -> Reference:
-    """Return the reference, which computes log-probabilities of the sampled tokens."""
-    return partial(engine.infer, forward=PolicyForward(settings.rollout.temperature, settings.model.use_remove_padding))
+def build_reference(settings: ActorRolloutRefConfig, engines: Sequence[PolicyEngine]) -> Reference:
+    """Return the reference, which computes log-probabilities of the sampled tokens; with several engines each computes
+    those of the rows of its teacher."""
+    forward = PolicyForward(settings.rollout.temperature, settings.model.use_remove_padding)
+    return partial(_infer_by_teacher, engines, forward=forward)
+
+
+def _infer_by_teacher(engines: Sequence[PolicyEngine], batch: TrainBatch, forward: PolicyForward) -> PolicyOutputs:
+    if batch.teacher is None:
+        (engine,) = engines
+        return engine.infer(batch, forward)
+    rows = [(batch.teacher == index).nonzero()[:, 0] for index in range(len(engines))]
+    pairs = [(engine, mine) for engine, mine in zip(engines, rows, strict=True) if len(mine)]
+    outputs = [engine.infer(batch[mine], forward) for engine, mine in pairs]
+    return scattered(outputs, [mine for _, mine in pairs], len(batch))
 
 
 def load_value_model(
@@ -443,6 +461,7 @@ def _distillation(distillation: DistillationConfig) -> Distillation | None:
         options.use_policy_gradient,
         options.clip_ratio_low,
         options.clip_ratio_high,
+        tuple(read_teachers(distillation.teacher_models)) if len(distillation.teacher_models) > 1 else (),
     )
 
 

@@ -1,22 +1,28 @@
-"""`distillation`: a teacher, which the policy learns to follow on its own samples."""
+"""`distillation`: teachers, which the policy learns to follow on its own samples."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, ValidationError
 
+from tether.config.integrations import section_problem
+from tether.config.problems import Problem
 from tether.config.schema.algorithm import KlKind
 from tether.config.schema.section import (
     ActsIf,
     Inherits,
+    Name,
     NonNegative,
+    Options,
     Positive,
     PositiveFloat,
     Refuses,
     Says,
     Section,
 )
+from tether.spelling import did_you_mean
 
 LogProb = Annotated[float, Field(le=0), Says("a number, 0 or below")]
 DISTILLS = ActsIf("distillation.enabled", on=(True,))
@@ -25,16 +31,117 @@ POLICY_GRADIENT = ActsIf(".use_policy_gradient", on=(True,))
 
 
 class TeacherConfig(Section):
-    """`distillation.teacher_models.teacher_model`: the teacher."""
+    """An entry of `distillation.teacher_models`: a teacher."""
 
+    key: Name | None = None
+    """The `data_source` of the rows that it scores; one teacher alone scores all rows."""
     model_path: str | None = None
     """Directory or hub id of a model with the policy's tokenizer."""
+    server_url: str | None = None
+    """Address of a vLLM server that runs it, http://HOST:PORT; null: it runs here. (tether's own, as those below.)"""
+    served_model: str | None = None
+    """The model's name on the server; null: model_path."""
+    api_key_env: str | None = None
+    """Environment variable that holds the server's key."""
+    timeout: PositiveFloat = 300.0
+    """Seconds that a row may take, all attempts included."""
+    attempts: Positive = 4
+    """Requests for one row, where the server is busy or fails."""
+    max_concurrent: Positive = 64
+    """Requests at once."""
 
 
-class TeacherModelsConfig(Section):
-    """`distillation.teacher_models`: one teacher."""
+OF_SERVER = ("served_model", "api_key_env", "timeout", "attempts", "max_concurrent")
+TEACHERS = "distillation.teacher_models"
+SERVER_SETTINGS = {"inference": (None, {}), "num_replicas": (None, 0)}
+"""Settings of verl's teachers without effect here, with the values that ask for nothing."""
 
-    teacher_model: TeacherConfig
+
+def _without_empty(value: object) -> object:
+    """Return the teachers without settings that are not read, and without entries that name no teacher, as verl's
+    default entry."""
+    if not isinstance(value, dict):
+        return value
+    read = {
+        str(name): {key: item for key, item in entry.items() if key not in ("_target_", *SERVER_SETTINGS)}
+        if isinstance(entry, dict)
+        else entry
+        for name, entry in value.items()
+    }
+    return {
+        name: entry
+        for name, entry in read.items()
+        if not isinstance(entry, dict) or any(item is not None for item in entry.values())
+    }
+
+
+def teacher_problems(teachers: Mapping[str, object]) -> list[Problem]:
+    """Return the problems of the teachers of a run that has some."""
+    problems: list[Problem] = []
+    name_of = dict[str, str]()
+    if not teachers:
+        fix = "give a larger model with the policy's tokenizer"
+        return [Problem(f"{TEACHERS}.teacher_model.model_path", "missing with distillation.enabled=True", fix)]
+    for name, entry in teachers.items():
+        path = f"{TEACHERS}.{name}"
+        if not name.replace("-", "_").isidentifier():
+            fix = "use letters, digits, _ and -; its KL is logged by its name"
+            problems.append(Problem(path, "is not a name", fix))
+        elif not isinstance(entry, dict):
+            problems.append(Problem(path, f"{entry!r} is not a teacher", "give {key: DATA_SOURCE, model_path: MODEL}"))
+        else:
+            problems += _problems_of(path, entry, len(teachers))
+            if (key := str(entry.get("key"))) in name_of and "key" in entry:
+                what = f"{key!r} is the key of {name_of[key]} as well, and a row has one teacher"
+                problems.append(Problem(f"{path}.key", what, "give each teacher a data_source of its own"))
+            name_of.setdefault(key, name)
+    return problems
+
+
+def _problems_of(path: str, entry: Mapping[str, object], count: int) -> list[Problem]:
+    try:
+        teacher = TeacherConfig.model_validate(entry)
+    except ValidationError as error:
+        return [section_problem(path, TeacherConfig, "a teacher", detail) for detail in error.errors()]
+    if teacher.model_path is None:
+        fix = "give a larger model with the policy's tokenizer"
+        return [Problem(f"{path}.model_path", "missing: the teacher has no model", fix)]
+    if idle := [name for name in OF_SERVER if name in entry and teacher.server_url is None]:
+        what = "is of a teacher on a server, and this one runs here"
+        return [Problem(f"{path}.{idle[0]}", what, f"give {path}.server_url, or leave it out")]
+    if teacher.key is None and count > 1:
+        what = f"missing: with {count} teachers each needs the data_source of the rows that it scores"
+        return [Problem(f"{path}.key", what, f"give it, for example {path}.key=openai/gsm8k")]
+    return []
+
+
+def read_teachers(teachers: Mapping[str, object]) -> dict[str, TeacherConfig]:
+    """Return the teachers by name, in alphabetical order; they must have no `teacher_problems`."""
+    return {name: TeacherConfig.model_validate(teachers[name]) for name in sorted(teachers)}
+
+
+def teacher_of_source(teachers: Mapping[str, object]) -> dict[str, int]:
+    """Return the index of the teacher in `read_teachers` for each data source; empty if one teacher scores all rows."""
+    keys = [str(teacher.key) for teacher in read_teachers(teachers).values()]
+    return {key: index for index, key in enumerate(keys)} if len(keys) > 1 else {}
+
+
+def check_has_teacher(sources: Mapping[str, int], data_source: str) -> None:
+    """Check that one of several teachers scores rows of this data source.
+
+    Args:
+        sources: result of `teacher_of_source`.
+        data_source: that of a row.
+
+    Raises:
+        ValueError: no teacher scores it; names the data sources that have a teacher.
+    """
+    if sources and data_source not in sources:
+        raise ValueError(
+            f"`data_source` is {data_source!r}, which no teacher scores: {TEACHERS} has teachers of "
+            f"{', '.join(map(repr, sources))}. Set the key of one to it, add a teacher, or leave such rows out."
+            f"{did_you_mean(data_source, sources)}"
+        )
 
 
 class DistillationLossConfig(Section):
@@ -68,6 +175,8 @@ class DistillationConfig(Section):
     """On-policy distillation: the policy learns to follow a teacher on its own samples."""
 
     enabled: bool = False
-    """Load the teacher in place of the reference, with the settings of actor_rollout_ref.ref."""
-    teacher_models: Annotated[TeacherModelsConfig, DISTILLS]
+    """Load the teachers in place of the reference, with the settings of actor_rollout_ref.ref."""
+    teacher_models: Annotated[Options, BeforeValidator(_without_empty), DISTILLS]
+    """Teachers by name: {teacher_model: {model_path: ...}}, or several, each for the rows of the data_source in its
+    key: {math: {key: openai/gsm8k, model_path: ...}, ...}."""
     distillation_loss: Annotated[DistillationLossConfig, DISTILLS]

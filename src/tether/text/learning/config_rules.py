@@ -12,6 +12,7 @@ from tether.config.rules.megatron import MEGATRON_RULES
 from tether.config.rules.shapes import Condition, Rule, at_most, divides_devices, needs, set_once
 from tether.config.schema.algorithm import COMPARES_RESPONSES, WITHOUT_PEERS, RolloutCorrectionConfig
 from tether.config.schema.root import RunConfig
+from tether.text.learning.config_distillation import TEACHERS, teacher_problems
 
 ACTOR = "actor_rollout_ref.actor"
 MODEL_OF = {ACTOR: "actor", "actor_rollout_ref.ref": "reference", "critic": "critic"}
@@ -384,11 +385,8 @@ DISTILLATION = "distillation.distillation_loss"
 
 
 def distillation_has_a_teacher(cfg: RunConfig) -> Problem | None:
-    """The teacher must be named."""
-    if not cfg.distillation.enabled or cfg.distillation.teacher_models.teacher_model.model_path is not None:
-        return None
-    key = "distillation.teacher_models.teacher_model.model_path"
-    return Problem(key, "missing with distillation.enabled=True", "give a larger model with the policy's tokenizer")
+    """Teachers must have a model and, if there are several, the data source of their rows."""
+    return next(iter(teacher_problems(cfg.distillation.teacher_models)), None) if cfg.distillation.enabled else None
 
 
 def the_teacher_is_the_only_reference(cfg: RunConfig) -> Problem | None:
@@ -419,6 +417,21 @@ def distillation_has_a_gradient(cfg: RunConfig) -> Problem | None:
     return None
 
 
+def servers_score_tokens_at_a_temperature_of_1(cfg: RunConfig) -> Problem | None:
+    """A server returns log-probs of single tokens, of the distribution that the model has without a temperature."""
+    entries = cfg.distillation.teacher_models.items() if cfg.distillation.enabled else ()
+    name = next((name for name, entry in entries if isinstance(entry, dict) and entry.get("server_url")), None)
+    temperature, mode = cfg.actor_rollout_ref.rollout.temperature, cfg.distillation.distillation_loss.loss_mode
+    if name is None or (temperature == 1 and not full_kl_in_loss(cfg)):
+        return None
+    key = f"{TEACHERS}.{name}.server_url"
+    if full_kl_in_loss(cfg):
+        what = f"{mode} ({DISTILLATION}.loss_mode) compares distributions, and a server returns those of single tokens"
+        return Problem(key, what, f"take k1 with {DISTILLATION}.use_policy_gradient=True, or leave server_url out")
+    what = f"a server computes at a temperature of 1, and actor_rollout_ref.rollout.temperature is {temperature}"
+    return Problem(key, what, "set actor_rollout_ref.rollout.temperature=1, or leave server_url out")
+
+
 def distillation_runs_on_fsdp(cfg: RunConfig) -> Problem | None:
     """Megatron's reference has the policy's layers."""
     if not cfg.distillation.enabled or not uses_megatron(cfg):
@@ -431,6 +444,7 @@ DISTILLATION_RULES = (
     distillation_has_a_teacher,
     the_teacher_is_the_only_reference,
     distillation_has_a_gradient,
+    servers_score_tokens_at_a_temperature_of_1,
     distillation_runs_on_fsdp,
 )
 

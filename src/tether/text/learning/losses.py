@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -74,6 +74,8 @@ class ReferenceModel:
     model: PreTrainedModel
     during: Callable[[PreTrainedModel], AbstractContextManager[object]] = nullcontext
     """A context around every forward pass, which disables the adapter with LoRA."""
+    further: tuple[PreTrainedModel, ...] = ()
+    """The models of the second and further teachers, in the order of `TrainBatch.teacher`."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class PolicyForward:
         states = select_rows(_states(model, rows, choice), rows.predicts)
         outputs = self.outputs(batch, rows, partial(token_log_probs, states, head), len(head.weight))
         if self.with_full_kl:
-            outputs.full_kl = rows.scatter(self._full_kl(model, states, rows, reference))
+            outputs.full_kl = rows.scatter(self._full_kl(model, states, rows, reference, batch.teacher))
         if choice is not None and choice.records:
             outputs.routed_experts = rows.by_row(recorded_choice(model, choice))
         return outputs
@@ -147,9 +149,29 @@ class PolicyForward:
         )
 
     def _full_kl(
-        self, model: PreTrainedModel, states: Tensor, rows: TokenRows, reference: ReferenceModel | None
+        self,
+        model: PreTrainedModel,
+        states: Tensor,
+        rows: TokenRows,
+        reference: ReferenceModel | None,
+        teacher: Tensor | None,
     ) -> Tensor:
         assert reference, "the full KL needs a reference"
+        if teacher is None:
+            return self._kl_of_tokens(model, states, rows, reference)
+        of_token = teacher.to(rows.slots.device)[rows.slots // rows.shape[1]]
+        kl, tokens = [], []
+        for index in teacher.unique().tolist():  # each reads all rows, and is compared at the tokens of its own
+            (mine,) = (of_token == index).nonzero(as_tuple=True)
+            own = ReferenceModel((reference.model, *reference.further)[index])
+            subset = replace(rows, predicts=rows.predicts[mine])
+            kl.append(self._kl_of_tokens(model, select_rows(states, mine), subset, own))
+            tokens.append(mine)
+        return torch.cat(kl)[torch.cat(tokens).argsort()]
+
+    def _kl_of_tokens(
+        self, model: PreTrainedModel, states: Tensor, rows: TokenRows, reference: ReferenceModel
+    ) -> Tensor:
         with torch.no_grad(), reference.during(reference.model):
             ref_states = _states(reference.model, rows)[rows.predicts]
         pair = (states, lm_head_of(model), ref_states, lm_head_of(reference.model))
@@ -239,7 +261,7 @@ class Aggregation:
 
 @dataclass(frozen=True)
 class Distillation:
-    """The loss of distillation from the reference, which is the teacher."""
+    """The loss of distillation from the reference, which is the teacher of each row."""
 
     kl_kind: str = "k3"
     coefficient: float | None = 1.0
@@ -248,11 +270,14 @@ class Distillation:
     use_policy_gradient: bool = False
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
+    teachers: tuple[str, ...] = ()
+    """Names of several teachers, in the order of `TrainBatch.teacher`, for a metric of each."""
 
     def __call__(self, outputs: PolicyOutputs, batch: TrainBatch, old_log_probs: Tensor) -> TokenLoss:
         """Compute the loss of each token."""
-        return distillation_loss(
-            _token_kl(self.kl_kind, outputs, batch),
+        kl = _token_kl(self.kl_kind, outputs, batch)
+        taught = distillation_loss(
+            kl,
             outputs.log_probs,
             old_log_probs,
             batch.response_mask,
@@ -262,6 +287,11 @@ class Distillation:
             clip_ratio_high=self.clip_ratio_high,
             rollout_is_weights=batch.rollout_is_weights,
         )
+        for index, name in enumerate(self.teachers):
+            mask = batch.response_mask & (filled(batch.teacher) == index)[:, None]
+            if mask.any():
+                taught.metrics[f"distillation/kl/{name}"] = Mean.of(kl, mask)
+        return taught
 
 
 def _token_kl(kind: str, outputs: PolicyOutputs, batch: TrainBatch) -> Tensor:

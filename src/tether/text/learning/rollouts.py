@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from tether.algorithms import Mean, masked_sum
@@ -112,6 +113,8 @@ class TextRollouts(Rollouts[Sequence[Prompt], TrainBatch, ScoredResponses]):
     reward_components: RewardComponents | None
     rollout_files: RolloutFiles | None
     evaluation: Evaluation | None
+    teacher_of_source: Mapping[str, int]
+    """Index of the teacher of each data source; empty if all rows have the same one, or none."""
     max_prompt_length: int
     """The length limit of prompts, for metrics."""
     seed: int
@@ -161,6 +164,9 @@ class TextRollouts(Rollouts[Sequence[Prompt], TrainBatch, ScoredResponses]):
                 metrics |= self.greedy_baseline.add_to(batch, scored.prompts, self.collector, key)
         if self.reward_components:
             metrics |= self.reward_components.add_to(batch, scored.outcomes)
+        if self.teacher_of_source:
+            sources = [scored.prompt_of(row).data_source for row in range(len(batch))]
+            batch.teacher = torch.tensor([self.teacher_of_source[source] for source in sources])
         if scored.branches:
             batch = with_branches(batch, scored)
         return Experience(batch, scored, metrics)
