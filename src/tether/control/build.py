@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tether.batch import EnvBatch, Episode
-from tether.config import LoadedConfig, RunConfig, for_environment
-from tether.config.changes import changes_since
+from tether.config import LoadedConfig, RunConfig, changes_since, for_environment
 from tether.config.schema import ActorConfig
 from tether.control.build_policies import code_of, env_for_policy, spaces_of, start_policy, value_width
 from tether.control.collecting.collector import EnvCollector
