@@ -107,13 +107,13 @@ class Samples:
     """[S, V]"""
     mask: Tensor | None = None
     """[S, K]: which actions were executed, at least the first; None means all."""
-    rollout_log_probs: Tensor | None = None
-    """[S, L] log-probs under the policy that acted; None if that is the same policy."""
     weights: Tensor | None = None
     """[S, 1] weight of the row in the loss, if episodes have equal weights."""
     memory: Memory | None = None
     observed: TensorDict | None = None
     """[N] observations that update the policy's statistics after the update; they belong to no row."""
+    rollout_log_probs: Tensor | None = None
+    """[S, L] log-probs under the policy that acted; None if that is the policy of `old_log_probs`."""
 
     def __len__(self) -> int:
         return len(self.obs)
