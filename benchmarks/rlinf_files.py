@@ -87,16 +87,22 @@ def counts(files: Sequence[File]) -> list[str]:
 
 
 def reasons(files: Iterable[File]) -> list[str]:
-    """A table: each key in the way of a run, the files that it stops, and why, most frequent first."""
+    """A table: each key in the way of a run, the files that it stops and stops alone, and why, most frequent first.
+
+    The keys of `env.train` and `env.eval` of one name are one.
+    """
     found: dict[str, list[Problem]] = {}
+    alone = Counter[str]()
     for file in files:
-        for path, problem in {problem.path: problem for problem in file.blamed}.items():
+        blamed = {problem.path.replace("env.eval.", "env.train."): problem for problem in file.blamed}
+        alone.update(list(blamed) if len(blamed) == 1 else [])
+        for path, problem in blamed.items():
             found.setdefault(path, []).append(problem)
     rows = [
-        [f"`{path}`", str(len(problems)), _short(problems[0])]
+        [f"`{path}`", str(len(problems)), str(alone[path]), _short(problems[0])]
         for path, problems in sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
     ]
-    return grid(("key", "files", "why (of the first)"), rows)
+    return grid(("key", "files", "alone", "why (of the first)"), rows)
 
 
 def _short(problem: Problem) -> str:
@@ -108,11 +114,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="RLinf's examples")
     parser.add_argument("--list", action="store_true", help="also print each file with its outcome")
+    parser.add_argument("--ppo", action="store_true", help="list files and reasons of PPO only")
     given = parser.parse_args()
     files = import_all(given.folder)
+    shown = [file for file in files if file.estimator == PPO or not given.ppo]
     if given.list:
-        print("\n".join(f"{file.outcome}: {file.path.relative_to(given.folder)}" for file in files), end="\n\n")
-    print("\n".join([*counts(files), "", *reasons(files)]))
+        print("\n".join(f"{file.outcome}: {file.path.relative_to(given.folder)}" for file in shown), end="\n\n")
+    print("\n".join([*counts(files), "", *reasons(shown)]))
 
 
 if __name__ == "__main__":

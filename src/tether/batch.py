@@ -327,7 +327,9 @@ class EnvBatch:
     seen: Tensor | TensorDict | None = None
     """`obs` as the networks read them: normalised, and flattened if they need a flat row."""
     old_log_probs: Tensor | None = None
-    """[M, C, L]: log-probabilities under the policy that acted; L is 1, K or K * width."""
+    """[M, C, L]: log-probabilities under the policy at the start of the update; L is 1, K or K * width."""
+    rollout_log_probs: Tensor | None = None
+    """The same under the policy that acted; None if that is the same policy."""
     values: Tensor | None = None
     """[M, C + 1, V]: the critic's estimates before each decision, or before each of its actions."""
     bootstrap_values: Tensor | None = None
@@ -349,6 +351,13 @@ class EnvBatch:
     def chunk(self) -> int:
         """K: number of actions per decision."""
         return self.token_level_scores.shape[1] // self.actions.shape[1]
+
+    def copied(self) -> EnvBatch:
+        """Return a copy, which the next rollout does not overwrite."""
+        columns: dict[str, Any] = {
+            name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor | TensorDict)
+        }
+        return replace(self, **columns)
 
     def select_rows(self, rows: range) -> tuple[EnvBatch, Tensor]:
         """Return a copy of some rows of a rollout, without its episodes, and the indices of their `final_obs` among

@@ -28,7 +28,9 @@ def test_each_file_of_a_run_has_one_outcome(tmp_path: Path) -> None:
         "| whole | 1 | 1 |", "| refused by name | 1 | 1 |", "| another kind of run | 1 | 1 |",
         "| contradictory or incomplete | 1 | 1 |", "| unknown keys | 1 | 1 |", "| all | 5 | 5 |",
     ]  # fmt: skip
-    assert any(row.startswith("| `algorithm.nonsense` | 1 | unknown key of RLinf") for row in reasons(files))
+    (simulator,) = (row for row in reasons(files) if row.startswith("| `env.train.env_type`"))
+    assert simulator.startswith("| `env.train.env_type` | 1 | 1 |")  # of training and of tests
+    assert any(row.startswith("| `algorithm.nonsense` | 1 | 1 | unknown key of RLinf") for row in reasons(files))
 
 
 def test_a_folder_without_runs_is_named(tmp_path: Path) -> None:

@@ -317,6 +317,8 @@ def control(folder: Path) -> Situation:
     context = {
         "algorithm.rewards_lower_bound": whole_episodes,
         "algorithm.rewards_upper_bound": whole_episodes,
+        "trainer.async_mode": whole_episodes,
+        "actor_rollout_ref.rollout.max_staleness": whole_episodes,
         "algorithm.norm_adv_by_std_in_grpo": [*whole_episodes, "env.train.group_size=2"],
         **{f"{video}.{name}": filmed for name in ("save_video", "video_base_dir", "fps")},
         **{f"{MODEL}.{name}": tokens for name in ("lora_rank", "lora_alpha", "target_modules")},

@@ -65,6 +65,14 @@ def test_resuming_is_exact_and_the_first_ratio_of_every_rollout_is_one(kind, clo
     assert_ratios_are_one(whole.directory, 1e-4)
 
 
+def test_a_run_in_bfloat16_resumes_bitwise(cloned, tmp_path):
+    options = [*LEVELS["openvla_oft"], *SHORT, "policy.dtype=bfloat16"]
+    whole = assert_resume_is_exact(tmp_path, overrides(tmp_path, "openvla_oft", cloned, *options), total=2)
+    assert whole.trainer.rollouts.policy.model.language.dtype == torch.bfloat16
+    saved = load_policy(whole.directory / "global_step_2" / POLICY)
+    assert saved.model.language.dtype == torch.float32
+
+
 def test_the_bounds_are_those_of_the_demonstrations(cloned, tmp_path):
     saved = load_policy(next((cloned / "openvla").glob("global_step_*")) / POLICY)
     assert all(-1 <= low < 0 < high <= 1 for low, high in zip(saved.spec.low, saved.spec.high, strict=True))

@@ -1,7 +1,8 @@
 """Objects of known classes as trees that `load_state` reads without executing code.
 
 A tree is a tensor, a number, a text, bytes or None, or a tuple of a kind and the content: ("list", items), ("tuple",
-items), ("dict", pairs), ("array", tensor) or ("object", class name, batch size, fields).
+items), ("dict", pairs), ("array", tensor), ("tensordict", batch size, pairs) or ("object", class name, batch size,
+fields).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 Classes = Mapping[str, type]
@@ -39,6 +41,8 @@ def to_tree(value: Any, classes: Classes) -> object:
         return "tuple", [to_tree(item, classes) for item in value]
     if isinstance(value, dict):
         return "dict", [(to_tree(key, classes), to_tree(item, classes)) for key, item in value.items()]
+    if kind is TensorDict:
+        return "tensordict", list(value.batch_size), [(name, to_tree(item, classes)) for name, item in value.items()]
     if classes.get(kind.__name__) is kind:
         names = [field.name for field in dataclasses.fields(value)]
         size = list(value.batch_size) if hasattr(value, "batch_size") else None
@@ -63,6 +67,8 @@ def from_tree(tree: Any, classes: Classes) -> Any:
             return tuple(from_tree(item, classes) for item in items)
         case ("dict", list(pairs)):
             return {from_tree(key, classes): from_tree(item, classes) for key, item in pairs}
+        case ("tensordict", list(size), list(pairs)):
+            return TensorDict({name: from_tree(item, classes) for name, item in pairs}, batch_size=size)
         case ("object", str(name), size, list(pairs)) if name in classes:
             fields = {field: from_tree(item, classes) for field, item in pairs}
             return classes[name](**fields, **({} if size is None else {"batch_size": size}))

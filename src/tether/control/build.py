@@ -19,6 +19,7 @@ import importlib
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tether.config import LoadedConfig, RunConfig, for_environment
+from tether.batch import EnvBatch, Episode
+from tether.config import LoadedConfig, RunConfig, changes_since, for_environment
 from tether.config.schema import ActorConfig
 from tether.control.build_policies import code_of, env_for_policy, spaces_of, start_policy, value_width
 from tether.control.collecting.collector import EnvCollector
@@ -40,6 +42,7 @@ from tether.control.learning.recording import EpisodeRecorder
 from tether.control.learning.rollouts import POLICY, ControlEvaluation, EnvRollouts, OpenVideo, StartStates
 from tether.control.policies.config import PolicyConfig
 from tether.control.policies.mlp_policy import ControlPolicy, Policy, load_policy
+from tether.loop.ahead import SamplingAhead, SourceAhead
 from tether.loop.checkpoint import check_identity
 from tether.loop.config import TrainerConfig
 from tether.loop.engine import Engine, Learner, UpdatePlan
@@ -61,6 +64,9 @@ from tether.runtime.install import pip_install
 from tether.runtime.machine import resolve_device, set_threads
 from tether.runtime.run_lock import RunLock
 from tether.runtime.threads import num_threads, usable_cores
+
+DRAW = ("env.train.", "policy.", "algorithm.", "trainer.async_mode", "trainer.seed")
+"""Prefixes of the keys that determine a rollout, which may wait in a checkpoint."""
 
 if TYPE_CHECKING:
     from tether.control.collecting.agent import EnvAgent
@@ -97,8 +103,10 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         profiler = build_profiler(trainer_config, schedule, groups.all_ranks if groups else None)
         parts = begin_run(loaded, store, identity, schedule, checkpoint, resources)
         source = StartStates.from_config(train)
+        mode = trainer_config.async_mode
         rollouts = EnvRollouts(
-            policy=policy,
+            policy=policy if mode == "off" else deepcopy(policy),
+            sampled_ahead=None if mode == "off" else RolloutForward(config.algorithm.logprob_type),
             collector=roles.collector,
             evaluation=evaluation,
             seed=trainer_config.seed,
@@ -108,10 +116,24 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             transfers=groups.all_ranks.transfers.take if groups else dict,
             trust_pickles=trainer_config.trust_checkpoint_pickle,
         )
+        actor = build_learner(config, roles, schedule.total_steps)
+        ahead = None
+        if mode != "off":
+            ahead = SamplingAhead(
+                source,
+                rollouts,
+                actor.engine.export,
+                total_steps=schedule.total_steps,
+                max_staleness=config.actor_rollout_ref.rollout.max_staleness if mode == "fully_async" else 1,
+                fixed=mode == "one_step_off",
+                is_compatible=lambda path: not changes_since(path / "run.yaml", loaded, among=DRAW),
+                classes=(EnvBatch, Episode),
+            )
+            resources.callback(ahead.close)
         trainer = Trainer(
-            source=source,
-            rollouts=rollouts,
-            actor=build_learner(config, roles, schedule.total_steps),
+            source=SourceAhead(ahead) if ahead else source,
+            rollouts=ahead or rollouts,
+            actor=actor,
             critic=None,
             reference=None,
             reward_transforms=[EnvRewards.from_config(train, config.policy, config.algorithm)],

@@ -91,6 +91,19 @@ def devices_have_environments(cfg: RunConfig) -> Problem | None:
     )
 
 
+def rollouts_ahead_begin_episodes(cfg: RunConfig) -> Problem | None:
+    """A rollout that is sampled while the policy learns begins episodes of its own, in this process."""
+    mode, key = cfg.trainer.async_mode, "trainer.async_mode"
+    if mode == "off":
+        return None
+    if cfg.env.train.auto_reset:
+        what = f"True lets episodes go on in the next rollout, and with {key}={mode} each begins its own"
+        return Problem(f"{TRAIN}.auto_reset", what, f"set {TRAIN}.auto_reset=False, or {key}=off")
+    if cfg.trainer.devices > 1:
+        return Problem(key, f"{mode} samples in this process, and there are {cfg.trainer.devices} devices", "use off")
+    return None
+
+
 def estimator_fits_episodes(cfg: RunConfig) -> Problem | None:
     """Estimators without a critic compare whole episodes, each of which begins with the rollout."""
     estimator, train, key = cfg.algorithm.adv_estimator, cfg.env.train, "algorithm.adv_estimator"
@@ -232,6 +245,7 @@ RULES: tuple[Rule, ...] = (
     devices_have_environments,
     loss_has_no_second_sampler,
     loss_fits_densities,
+    rollouts_ahead_begin_episodes,
     estimator_fits_episodes,
     critic_exists,
     critic_has_layers,

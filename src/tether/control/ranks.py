@@ -139,6 +139,7 @@ class FlatRankEngine(FlatEngine):
         super().__init__(*arguments)
         self._writing = Writing()
         dist.broadcast(self._flat.values, 0)
+        self._flat.finish_update()
         for buffer in self.policy.buffers():
             dist.broadcast(buffer, 0)
 

@@ -95,7 +95,7 @@ class TrainerConfig(Section):
     """The policy's learning rate is multiplied by this each time that the run goes back. (tether's own key.)"""
     max_rollbacks: Annotated[Positive, ROLLS_BACK, EMBODIED_TOO] = 3
     """How often a run goes back to its last checkpoint from before a collapse; then it stops. (tether's own key.)"""
-    async_mode: Literal["off", "one_step_off", "fully_async"] = "off"
+    async_mode: Annotated[Literal["off", "one_step_off", "fully_async"], EMBODIED_TOO] = "off"
     """Sample the next batch while the policy learns: exactly one update behind, or up to rollout.max_staleness."""
     profile_steps: Annotated[Steps | None, EMBODIED_TOO] = None
     """Training steps, from 1, of which each process writes a trace to the folder profile of the run."""

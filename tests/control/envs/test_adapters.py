@@ -10,9 +10,10 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from tests.control.envs import libero_stand_in
 from tether.config import load_config
-from tether.control.envs.make import EnvOptions, Pacing, make_vector_env
-from tether.observations import describe, row_width
+from tether.control.envs.make import EnvOptions, Pacing, make_one, make_vector_env
+from tether.observations import decode_text, describe, row_width
 
 STATE = spaces.Box(-np.inf, np.inf, (2,), np.float32)
 ACTION = spaces.Box(-1, 1, (1,), np.float32)
@@ -151,58 +152,9 @@ def test_a_simulation_on_a_gpu_that_is_not_there_says_so(mani_skill, monkeypatch
     make_vector_env(pick(2, "cpu"))
 
 
-class Libero:
-    """LIBERO's `ControlEnv`: robosuite's tuple of four. The state counts steps after the start state; 13 is success."""
-
-    def __init__(self, bddl_file_name, **arguments):
-        self.file, self.arguments, self.closed = bddl_file_name, arguments, False
-
-    def _raw(self):
-        picture = np.zeros((2, 3, 3), dtype=np.uint8)
-        picture[0] = 255  # the lowest row, as OpenGL has it
-        state = {"robot0_proprio-state": np.array([self._t, self._start]), "object-state": np.zeros(1)}
-        return {**state, "agentview_image": picture}
-
-    def seed(self, seed):
-        self.seeded = seed
-
-    def reset(self):
-        self._t, self._start = 0, -1
-        return self._raw()
-
-    def set_init_state(self, state):
-        self._start = state[0]
-        return self._raw()
-
-    def step(self, action):
-        assert len(action) == 7
-        self._t += 1
-        return self._raw(), float(self._t == 13), self._t == 13, {}
-
-    def close(self):
-        self.closed = True
-
-
-class Spatial:
-    def get_num_tasks(self):
-        return 2
-
-    def get_task_bddl_file_path(self, number):
-        return f"task-{number}.bddl"
-
-    def get_task_init_states(self, number):
-        return torch.tensor([[5.0], [6.0], [7.0]])
-
-
 @pytest.fixture
 def libero(monkeypatch):
-    for name in ("libero", "libero.libero", "libero.libero.envs"):
-        module(monkeypatch, name)
-    suites = {"libero_spatial": Spatial}
-    names = {"get_benchmark": suites.get, "get_benchmark_dict": lambda: suites}
-    module(monkeypatch, "libero.libero.benchmark", **names)
-    module(monkeypatch, "libero.libero.envs.env_wrapper", ControlEnv=Libero)
-    sys.modules.pop("tether.integrations.robots.libero", None)
+    libero_stand_in.install(monkeypatch)
     yield
     sys.modules.pop("tether.integrations.robots.libero", None)
 
@@ -217,7 +169,7 @@ def test_libero_begins_in_start_states_and_ends_with_success():
     assert (row_width(env.layout), env.actions.width) == (3, 7)
     first = env.reset(0)["state"].copy()
     assert first[:, 0].tolist() == [10, 10]  # objects have settled
-    assert set(first[:, 1]) <= {5, 6, 7}
+    assert set(first[:, 1]) <= {5, 6}
     assert np.array_equal(first, env.reset(0)["state"])
     assert len({tuple(env.reset(seed)["state"][:, 1]) for seed in range(9)}) > 1
     still = np.zeros((2, 7), dtype=np.float32)
@@ -234,6 +186,52 @@ def test_libero_is_cut_by_its_time_limit_and_shows_pictures_upright():
     last = env.step(np.zeros((2, 7), dtype=np.float32))
     assert last.truncated.all()
     assert not last.terminated.any()
+
+
+PUBLISHED = {
+    "cameras": ["agentview", "robot0_eye_in_hand"], "mirrored": True, "state": "hand", "instruction": True,
+    "settling_steps": 15, "camera_heights": 2,
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("libero")
+def test_a_suite_of_libero_draws_each_start_state_of_each_task_alike():
+    env = make_vector_env(EnvOptions("libero_spatial", 40, env_type="libero", init_params={"state": "hand"}))
+    begun = np.concatenate([env.reset(40 * seed)["state"].copy() for seed in range(5)])
+    pairs, counts = np.unique(begun[:, [2, 1]], axis=0, return_counts=True)
+    assert pairs.tolist() == [[0, 5], [0, 6], [0, 7], [1, 5], [1, 6]]
+    assert counts.min() > 200 / 5 / 2
+    assert np.array_equal(env.reset(120)["state"], begun[120:160])  # whatever the episodes before were
+
+
+@pytest.mark.usefixtures("libero")
+def test_libero_as_published_policies_see_it():
+    env = make_vector_env(EnvOptions("libero_spatial", 1, env_type="libero", init_params=PUBLISHED))
+    parts = {part.name: (part.kind, part.shape) for part in env.layout}
+    pictures = [name for name in parts if parts[name][0] == "image"]
+    assert pictures == ["agentview", "robot0_eye_in_hand"]  # the order in which a policy reads them
+    assert (parts["state"], parts["task"]) == (("vector", (8,)), ("text", (len("pick up the bowl"),)))
+    obs = env.reset(1)
+    position, turn, fingers = np.split(obs["state"][0], [3, 6])
+    assert position[0] == 15  # idle steps
+    np.testing.assert_allclose(turn, [0, 0, np.pi / 2], atol=1e-6)
+    np.testing.assert_allclose(fingers, [0.1, -0.1], atol=1e-6)
+    assert decode_text(obs["task"][0]) == ["pick up the bowl", "open it"][int(position[2])]
+    picture = obs["agentview"][0]
+    assert picture[1].min() == 255  # upright
+    assert picture[0, :, 0].tolist() == [0, 0, 9]  # mirrored
+
+
+@pytest.mark.usefixtures("libero")
+def test_libero_is_filmed_with_a_camera_only():
+    arguments = {"cameras": ["agentview"], "mirrored": True, "render_mode": "rgb_array"}
+    env = make_one(EnvOptions("libero_spatial/0", 1, env_type="libero", init_params=arguments))
+    env.reset(seed=0)
+    assert env.render()[0, :, 0].tolist() == [9, 0, 0]  # as it is
+    with pytest.raises(ValueError, match=r"without a camera LIBERO shows no pictures.*cameras=\[agentview\]"):
+        make_one(EnvOptions("libero_spatial/0", 1, env_type="libero", init_params={"render_mode": "rgb_array"}))
+    with pytest.raises(ValueError, match=r"init_params\.state is 'arm'\. Use full or hand\."):
+        make_one(EnvOptions("libero_spatial/0", 1, env_type="libero", init_params={"state": "arm"}))
 
 
 @pytest.mark.usefixtures("libero")

@@ -183,7 +183,7 @@ RECIPES: Mapping[str, tuple[str, tuple[Tree, ...], set[str]]] = {
     "maniskill_ppo_mlp_collect": (
         CUBE,
         (PICK_CUBE, {"env": {"train": {"wrap_obs_mode": "simple", "init_params": CAMERAS}, "eval": COLLECTION}}),
-        {"env.eval.data_collection.enabled"},
+        set(),
     ),
     "maniskill_ppo_mlp_resnet_reward": (
         CUBE,
@@ -197,16 +197,16 @@ RECIPES: Mapping[str, tuple[str, tuple[Tree, ...], set[str]]] = {
         ),
         LEARNED,
     ),
-    "maniskill_ppo_mlp_vlm_trend_reward": (CUBE, (PICK_CUBE, VLM), SIMULATOR | LEARNED),
+    "maniskill_ppo_mlp_vlm_trend_reward": (CUBE, (PICK_CUBE, VLM), LEARNED),
     "maniskill_ppo_mlp_vlm_trend_reward_collect": (
         CUBE,
         (PICK_CUBE, VLM, {"algorithm": {"gamma": 0.8, "update_epoch": 8}, "env": {"eval": COLLECTION}}),
-        SIMULATOR | LEARNED | {"env.eval.data_collection.enabled"},
+        LEARNED,
     ),
     "maniskill_ppo_mlp_vlm_trend_reward_sglang": (
         CUBE,
         (PICK_CUBE, VLM, {"reward": {"worker_type": "api"}}),
-        SIMULATOR | LEARNED,
+        LEARNED,
     ),
     "frankasim_ppo_mlp": (
         "frankasim_pickcube_state",

@@ -35,7 +35,7 @@ def test_every_key_is_listed(tmp_path):
     assert "  algorithm.gae_lambda=0.9  -> algorithm.lam=0.9\n" in listing
     assert "  actor.model.obs_dim=42  (the environment's spaces say so)\n" in listing
     assert "  env.eval.video_cfg.save_video=True  -> env.eval.video_cfg.save_video=True\n" in listing
-    assert "  env.train.env_type=maniskill  (what a file says about this simulator is not carried over" in listing
+    assert "  reward.use_reward_model=True  (learned rewards of images are not supported yet" in listing
     assert "  algorithm.gamma: 2 is not a number from 0 to 1. the default is" in listing
     assert "algorithm:\n" in said.stdout
 

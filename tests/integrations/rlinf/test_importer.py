@@ -230,10 +230,11 @@ def test_a_refusal_says_one_thing(imported):
     said = {str(problem) for problem in imported(EMBODIED, "env.train.env_type=robotwin").refusals()}
     assert (
         "env.train.env_type: robotwin is refused: what a file says about this simulator is not carried over "
-        "(supported: gymnasium, envpool, maniskill). give env.train.env_type, id and init_params as tether's"
+        "(supported: gymnasium, envpool, maniskill, libero, metaworld). give env.train.env_type, id and init_params as "
+        "tether's"
     ) in said
     (said,) = imported(EMBODIED, "actor.model.precision=bf16").refusals()
-    assert str(said).endswith("leave it out, or set 32 or fp32 or 32-true or float32 or null")
+    assert str(said).endswith("in bf16, too. leave it out, or set fp32")
 
 
 def test_episodes_in_groups(imported):
@@ -615,7 +616,8 @@ def policy_keys(imported):
 )
 def test_facts_of_the_mlp_are_not_those_of_another_policy(imported, model):
     text = f"runner: {{task_type: embodied}}\nactor: {{model: {model}}}\ncritic: {{use_critic_model: false}}"
-    assert policy_keys(imported(text)) <= {"policy.model_type", "policy.num_steps", "policy.normalize_rewards"}
+    of_policy = {"policy.model_type", "policy.num_steps", "policy.relative_actions", "policy.normalize_rewards"}
+    assert policy_keys(imported(text)) <= of_policy
     mlp = imported("runner: {task_type: embodied}\nactor: {model: {model_type: mlp_policy}}")
     assert {"policy.num_layers", "policy.hidden_dim", "policy.activation", "policy.share_critic"} <= policy_keys(mlp)
 

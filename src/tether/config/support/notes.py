@@ -85,8 +85,11 @@ def _uncorrected_staleness(values: Mapping[str, Any]) -> str | None:
     section, mode = "algorithm.rollout_correction", values["trainer.async_mode"]
     corrects = (values[f"{section}.rollout_is"], values[f"{section}.rollout_rs"], values[f"{section}.bypass_mode"])
     decoupled = values[f"{ACTOR}.policy_loss.loss_mode"] == "decoupled"
-    if mode == "off" or any(corrects) or decoupled or values[control_defaults.SWITCH] is not None:
+    if mode == "off" or any(corrects) or decoupled:
         return None
+    if values[control_defaults.SWITCH] is not None:
+        what = "actions come from older weights, and nothing corrects for that"
+        return f"trainer.async_mode={mode}: {what}; {ACTOR}.policy_loss.loss_mode=decoupled weights them"
     what = "responses come from older weights, and nothing corrects for that"
     return f"trainer.async_mode={mode}: {what}; {section}.rollout_is=token weights them"
 

@@ -301,6 +301,7 @@ class LearnedDecisions:
             values=None if values is None else _by_decision(values, learned),
             returns=None if batch.returns is None else _by_decision(batch.returns, learned),
             mask=_by_decision(mask, learned) if batch.chunk > 1 else None,
+            rollout_log_probs=batch.rollout_log_probs,
             weights=None if self.episode_length is None else self._episode_weights(mask, learned),
             observed=batch.obs[batch.carried_out] if self.keep_observed else None,
         )

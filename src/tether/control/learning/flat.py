@@ -9,7 +9,8 @@ with a handful of kernels per step. Actor and critic are updated together: they 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import cached_property, partial
 from itertools import pairwise
@@ -24,6 +25,7 @@ from tether.batch import EnvBatch, WeightUpdate
 from tether.checkpoints import load_state, save_state
 from tether.config.schema import OptimConfig
 from tether.control.learning.losses import ControlLoss, Draws, Outputs, RolloutOutputs, Samples, mask_at, to_columns
+from tether.control.policies.memoryless_policy import MemorylessPolicy
 from tether.control.policies.mlp_policy import Policy, save_policy
 from tether.control.policies.networks import device_of
 from tether.loop.engine import (
@@ -44,21 +46,78 @@ from tether.types import StateDict
 
 
 class FlatParameters:
-    """Moves all parameters into one vector and their gradients into another, and makes them views of these."""
+    """Moves all parameters into one vector and their gradients into another, and makes them views of these.
 
-    def __init__(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    Parameters that compute in a narrower format stay apart: they are rounded from the vector after each update, and a
+    gradient of theirs is added to its part of the other vector as soon as it is complete, so that micro-batches
+    accumulate in float32.
+
+    Args:
+        groups: the trained parameters.
+        narrow: the parameters that compute in another format, trained or not.
+        dtype: that format.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[nn.Parameter]],
+        narrow: Sequence[nn.Parameter] = (),
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         parameters = [parameter for group in groups for parameter in group]
         self.values = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
         self.grads = torch.zeros_like(self.values)
+        self._narrow, narrowed = list(narrow), set(narrow)
+        self._masters: dict[nn.Parameter, Tensor] = {}
         offset = 0
         for parameter in parameters:
             span = slice(offset, offset + parameter.numel())
-            parameter.data = self.values[span].view_as(parameter)
-            parameter.grad = self.grads[span].view_as(parameter)
+            value, grad = self.values[span].view_as(parameter), self.grads[span].view_as(parameter)
+            if parameter in narrowed:
+                self._masters[parameter] = value
+                parameter.register_post_accumulate_grad_hook(_adding_to(grad))
+            else:
+                parameter.data, parameter.grad = value, grad
             offset = span.stop
+        for parameter in narrow:
+            parameter.data = parameter.data.to(dtype)
         sizes = [sum(parameter.numel() for parameter in group) for group in groups]
         bounds = torch.tensor([0, *sizes]).cumsum(0).tolist()
         self.slices = [slice(start, stop) for start, stop in pairwise(bounds)]
+
+    def begin_gradients(self) -> None:
+        """Set the gradients to zero where no backward pass does it itself."""
+        if self._masters:
+            self.grads.zero_()
+
+    @torch.no_grad()
+    def finish_update(self) -> None:
+        """Round the parameters of a narrower format from the updated vector."""
+        for parameter, master in self._masters.items():
+            parameter.copy_(master)
+
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Give all parameters their float32 values within the context, to save them."""
+        rounded = [(parameter, parameter.data) for parameter in self._narrow]
+        for parameter, data in rounded:
+            parameter.data = self._masters.get(parameter, data).float()
+        try:
+            yield
+        finally:
+            for parameter, data in rounded:
+                parameter.data = data
+
+
+def _adding_to(total: Tensor) -> Callable[[Tensor], None]:
+    """Return a hook that adds a gradient to `total` and frees it; it must not refer to its own parameter."""
+
+    def add(parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        total.add_(gradient)
+
+    return add
 
 
 class FlatAdamW:
@@ -93,6 +152,7 @@ class FlatAdamW:
             if self._weight_decay:
                 values[span].mul_(1 - rate * self._weight_decay)
             values[span].addcdiv_(self._first[span], self._denominator[span], value=-rate / (1 - beta1**self._steps))
+        self.parameters.finish_update()
 
     def state_dict(self) -> StateDict:
         return {"first": self._first.clone(), "second": self._second.clone(), "steps": self._steps}
@@ -138,7 +198,8 @@ class FlatEngine:
         self._incidents = Incidents(incident_dir)
         self._chunk = policy.spec.num_action_chunks
         self._rate_factor = 1.0
-        self._flat = FlatParameters(policy.parameter_groups())
+        narrow = policy.narrow_parameters() if isinstance(policy, MemorylessPolicy) else []
+        self._flat = FlatParameters(policy.parameter_groups(), narrow, torch.bfloat16)
         self._optimizer = FlatAdamW(self._flat, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
 
     @classmethod
@@ -226,6 +287,7 @@ class FlatEngine:
         if passed.values is not None:
             values = self._of_all(mini, passed.values)
             values_grad = self._of_mine(mini, loss.values_gradient(values, rows))
+        self._flat.begin_gradients()
         if loss.critic_only:
             policy.backward(passed, None, values_grad)
             self._flat.grads[self._flat.slices[0]].zero_()
@@ -271,8 +333,9 @@ class FlatEngine:
         return WeightUpdate(self.version, self.policy.state_dict(keep_vars=True).items())
 
     def save(self, folder: Path) -> None:
-        """Write the policy's spec as JSON and its weights as safetensors."""
-        save_policy(self.policy, folder)
+        """Write the policy's spec as JSON and its weights as safetensors, in float32."""
+        with self._flat.in_float32():
+            save_policy(self.policy, folder)
 
     def check_saving(self, folder: Path) -> None:
         """Write the policy as `save` does, unless it is large; large policies are of published kinds."""
@@ -290,10 +353,12 @@ class FlatEngine:
     def saving(self, folder: Path, state: Path | None, *, copy: bool) -> Callable[[], None]:
         policy, training_state = self.policy, self.state_dict()
         if copy:
-            policy, training_state = deepcopy((policy, training_state))
+            with self._flat.in_float32():
+                policy, training_state = deepcopy((policy, training_state))
 
         def write() -> None:
-            save_policy(policy, folder)
+            with nullcontext() if copy else self._flat.in_float32():
+                save_policy(policy, folder)
             if state:
                 save_state(state, training_state)
 

@@ -98,7 +98,7 @@ class Samples:
     actions: Tensor
     """[S, K * D]"""
     old_log_probs: Tensor
-    """[S, L] log-probs under the policy that sampled."""
+    """[S, L] log-probs under the policy at the start of the update."""
     advantages: Tensor
     """[S, L]"""
     values: Tensor | None = None
@@ -112,6 +112,8 @@ class Samples:
     memory: Memory | None = None
     observed: TensorDict | None = None
     """[N] observations that update the policy's statistics after the update; they belong to no row."""
+    rollout_log_probs: Tensor | None = None
+    """[S, L] log-probs under the policy that acted; None if that is the policy of `old_log_probs`."""
 
     def __len__(self) -> int:
         return len(self.obs)
@@ -293,7 +295,9 @@ def value_gradient(
     return gradient * (error.abs() >= (near_old - returns).abs())
 
 
-def policy_gradient(name: str, options: Mapping[str, float | None], selection: Mapping[str, float]) -> PolicyGradient:
+def policy_gradient(
+    name: str, options: Mapping[str, float | Tensor | None], selection: Mapping[str, float]
+) -> PolicyGradient:
     """Return a function that computes the gradient of a policy loss, in closed form or by autograd.
 
     Args:
@@ -397,9 +401,12 @@ class ControlLoss:
         """Return the policy's loss of each element; the arguments are those of `policy_gradient`."""
         counted = mask_at(self.logprob_level, rows.mask, width)
         mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
-        return policy_loss(self.name)(
-            log_probs, rows.old_log_probs, rows.advantages, mask, rollout_log_probs=rows.old_log_probs, **self.options
-        )
+        options = {"rollout_log_probs": rows.old_log_probs, **self._options(rows)}
+        return policy_loss(self.name)(log_probs, rows.old_log_probs, rows.advantages, mask, **options)
+
+    def _options(self, rows: Samples) -> Mapping[str, Any]:
+        acted = rows.rollout_log_probs
+        return self.options if acted is None else {**self.options, "rollout_log_probs": acted}
 
     def policy_gradient(self, log_probs: Tensor, rows: Samples, width: int, draws: Draws) -> LossGradient:
         """Return the gradient of the policy loss by the log-probs, weighted by the aggregation.
@@ -411,7 +418,7 @@ class ControlLoss:
             draws: creates the generator for losses that choose elements at random.
         """
         counted = mask_at(self.logprob_level, rows.mask, width)
-        differentiate = policy_gradient(self.name, self.options, self.selection)
+        differentiate = policy_gradient(self.name, self._options(rows), self.selection)
         gradient = differentiate(log_probs, rows.old_log_probs, rows.advantages, counted, draws)
         return LossGradient(gradient.by_log_probs * self._weights(log_probs, rows, width), gradient.loss)
 

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 
@@ -17,12 +18,14 @@ from tether.checkpoints import read_own
 from tether.control.collecting.collector import EnvCollector, episode_metrics
 from tether.control.collecting.evaluation import evaluate
 from tether.control.envs.config import TrainEnvConfig
-from tether.control.envs.protocol import EnvState, VectorEnv
-from tether.control.learning.losses import RolloutOutputs
+from tether.control.envs.protocol import EnvState, Floats, VectorEnv
+from tether.control.learning.losses import RolloutForward, RolloutOutputs
 from tether.control.policies.mlp_policy import Policy
+from tether.control.policies.networks import Act
 from tether.keyed_random import generator, seed_of
 from tether.loop.protocol import CheckpointExtras, EvaluationResult, Experience, Progress, Rollouts, Source
 from tether.metrics.timing import Timer
+from tether.observations import Array, Observation
 from tether.types import StateDict
 
 POLICY, ENVIRONMENTS = "actor", "environments.pkl"
@@ -127,6 +130,9 @@ class EnvRollouts(Rollouts[Sequence[int], EnvBatch, None]):
     lasting: Tensor | None = None
     """[M]: whether an episode has lasted more than one step in each row of a rollout so far."""
     warned_of_resets: bool = False
+    sampled_ahead: RolloutForward | None = None
+    """Computes the log-probs of actions if another policy learns from them meanwhile; each rollout then begins new
+    episodes, so that no state of the environments is saved. None: the policy that learns is the one that acts."""
     evaluating: bool = False
     """Whether an evaluation has begun and not ended; its environments may hang, so that their state is not saved."""
 
@@ -136,6 +142,8 @@ class EnvRollouts(Rollouts[Sequence[int], EnvBatch, None]):
 
     def begin(self, step: int) -> None:
         """Begin episodes, unless those of a checkpoint continue, and warn about state that cannot be saved."""
+        if self.sampled_ahead:
+            return
         if self.episodes_begin:
             self._restart(step)
         reasons = dict.fromkeys(reason for state in self._env_states().values() for reason in state.left_out)
@@ -150,14 +158,29 @@ class EnvRollouts(Rollouts[Sequence[int], EnvBatch, None]):
         Raises:
             ValueError: an observation or a reward is not finite; names environment and step.
         """
-        waited = self.collector.env_seconds
+        waited, act = self.collector.env_seconds, self.policy.acting()
         with time("gen"):
             noise = self.policy.head.noise(self.collector.noise_shape, generator(self.seed, step, "noise"))
-            batch = self.collector.collect(self.policy.acting(), noise, start_seeds)
+            if self.sampled_ahead:
+                batch = self.collector.collect(self._reporting(act, progress), noise, start_seeds).copied()
+                batch.rollout_log_probs = self.sampled_ahead(self.policy, batch).log_probs
+            else:
+                batch = self.collector.collect(act, noise, start_seeds)
         self._warn_of_missing_resets(batch)
         batch.policy_version = self.version
         time.seconds["env"] = self.collector.env_seconds - waited
         return Experience(batch, None)
+
+    def _reporting(self, act: Act, progress: Progress) -> Act:
+        """Return a policy that reports each decision, so that a run that ends need not wait for the whole rollout."""
+        epochs, decisions, _ = self.collector.noise_shape
+        total, done = epochs * decisions, count()
+
+        def act_and_report(obs: Observation, noise: Floats | None, state: Floats) -> tuple[Array, Floats]:
+            progress(min(next(done), total), total)
+            return act(obs, noise, state)
+
+        return act_and_report
 
     def _warn_of_missing_resets(self, batch: EnvBatch) -> None:
         """Warn once if an environment ends in every step of a rollout and had longer episodes before."""
@@ -206,6 +229,8 @@ class EnvRollouts(Rollouts[Sequence[int], EnvBatch, None]):
     def checkpoint_extras(self, *, in_step: bool) -> CheckpointExtras:
         # If the state of the environments is incomplete, new episodes begin after a checkpoint, both in the run that
         # saves it and in one that resumes from it. After a failed step they always begin.
+        if self.sampled_ahead:
+            return CheckpointExtras({"episodes_begin": False})
         envs = {} if in_step else self._env_states()
         self.episodes_begin = in_step or bool(envs["train"].left_out)
         data = pickle.dumps({name: env.data for name, env in envs.items()} | {RANKS: self.ranks})
@@ -213,7 +238,7 @@ class EnvRollouts(Rollouts[Sequence[int], EnvBatch, None]):
 
     def checkpoint_saved(self, step: int) -> None:
         """Begin new episodes if those of the checkpoint cannot continue."""
-        if self.episodes_begin:
+        if self.episodes_begin and not self.sampled_ahead:
             self._restart(step)
 
     def load_checkpoint(self, checkpoint: Path) -> None:
@@ -251,7 +276,7 @@ class EnvRollouts(Rollouts[Sequence[int], EnvBatch, None]):
     def state_dict(self) -> StateDict:
         return {
             "env_steps": self.env_steps,
-            "collector": self.collector.state_dict(),
+            "collector": {} if self.sampled_ahead else self.collector.state_dict(),
             "episodes_begin": self.episodes_begin,
             "finished": [vars(episode) for episode in self.finished],
             "version": self.version,
@@ -261,7 +286,7 @@ class EnvRollouts(Rollouts[Sequence[int], EnvBatch, None]):
         self.env_steps, self.version = int(state["env_steps"]), int(state["version"])
         self.episodes_begin |= state["episodes_begin"]
         self.finished = [Episode(**episode) for episode in state["finished"]]
-        if not self.episodes_begin:
+        if not self.episodes_begin and not self.sampled_ahead:
             self.collector.load_state_dict(state["collector"])
 
     def _envs(self) -> dict[str, VectorEnv]:

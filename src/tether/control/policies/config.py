@@ -8,6 +8,7 @@ from pydantic import Field
 
 from tether.config.schema.section import (
     ActsIf,
+    Count,
     Inherits,
     Name,
     OffOrEvery,
@@ -53,6 +54,8 @@ class PolicyConfig(Section):
     """Attention heads of the transformer."""
     temperature: Annotated[PositiveFloat, TRANSFORMER] = 1.0
     """Temperature of the softmax over action tokens, in acting and in learning."""
+    dtype: Annotated[Literal["float32", "bfloat16"], TRANSFORMER] = "float32"
+    """Format in which the transformer computes in training; the optimizer keeps float32 weights. (tether's own key.)"""
     unnorm_key: Annotated[Name | None, TRANSFORMER] = None
     """Dataset whose statistics scale the actions of a published OpenVLA policy; null: its only one. (OpenVLA's key.)"""
     center_crop: Annotated[bool, TRANSFORMER] = False
@@ -71,6 +74,10 @@ class PolicyConfig(Section):
     """Keep the gradient of the critic out of the network that it reads."""
     train_expert_only: Annotated[bool, FLOW] = False
     """Leave the part that reads pictures and prompt as it is."""
+    relative_actions: Annotated[Count, FLOW] = 0
+    """Leading columns of an action that are generated relative to the same numbers of the observation. (tether's.)"""
+    discrete_state_input: Annotated[bool, ActsIf(".model_type", on=("pi05",), own_function=False)] = True
+    """Write the state into pi0.5's prompt; without, it does not see it. (openpi's key.)"""
     step_logprobs: Annotated[Literal["sum", "mean"], ActsIf(".joint_logprob", on=(True,))] = "sum"
     """Log-prob of random steps: sum, the density of the chain; or RLinf's mean over start and steps. (tether's own.)"""
     tokenizer_path: Annotated[str | None, FLOW] = None

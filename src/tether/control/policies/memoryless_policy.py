@@ -52,6 +52,10 @@ class MemorylessPolicy(nn.Module):
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return the trained parameters: those of the policy, and those of the value head."""
 
+    def narrow_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that compute in bfloat16, while the optimizer updates float32 copies of them."""
+        return []
+
     @abstractmethod
     def inputs(self, obs: ObservationBatch) -> TensorDict:
         """Return the inputs of the networks for observations [..., *shape]."""
@@ -138,7 +142,7 @@ class MemorylessPolicy(nn.Module):
         return forward_in_micro_batches(self, self._micro_batches(obs, actions))
 
     def backward(self, passed: ForwardPass, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
-        """Write the gradient of every trained parameter into its existing ``grad``.
+        """Write the gradient of every trained parameter into its existing ``grad``, or pass it to its hook.
 
         Args:
             passed: result of `run`.
@@ -147,8 +151,8 @@ class MemorylessPolicy(nn.Module):
         """
         for group in self.parameter_groups():
             for parameter in group:
-                assert parameter.grad is not None
-                parameter.grad.zero_()
+                if parameter.grad is not None:  # those of a narrower format have none
+                    parameter.grad.zero_()
         backward_in_micro_batches(self, passed, outputs_grad, values_grad)
 
     def _micro_batches(self, obs: Observations, actions: Tensor) -> Iterator[tuple[Observations, Tensor]]:

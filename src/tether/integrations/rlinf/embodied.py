@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tether.control.policies.config import VLA_TYPES
+from tether.integrations.rlinf import robot_simulators
 from tether.integrations.rlinf.older_names import OLDER_EMBODIED
 from tether.integrations.rlinf.openpi import OPENPI, OPENPI_ROWS, WITH_RTC, flow_type
 from tether.integrations.rlinf.other_runs import ONLY_EMBODIED, OTHERS
-from tether.integrations.rlinf.other_simulator import NOT_TRANSLATED
+from tether.integrations.rlinf.robot_simulators import (
+    WRAPPED,
+    carried_over,
+    check_policy,
+    fixed_starts,
+    ordered_starts,
+    suite_id,
+    wrapped_arguments,
+)
 from tether.integrations.rlinf.rows import (
     LOSSES,
     NO_PRECISION,
@@ -38,6 +47,7 @@ OPTIM = "actor.optim"
 NATIVE_OPTIM = f"{ACTOR}.optim"
 FP32 = (*(name for name, dtype in PRECISIONS.items() if dtype == "float32"), *NO_PRECISION)
 ESTIMATORS = {"gae": "gae", "grpo": "grpo", "raw": "raw"}
+IN_FP32 = "leave it out, or set fp32"
 FROM_SPACES = NoEffect("the environment's spaces say so")
 SIMULATOR = NoEffect("read by the simulator of that name only")
 TEXT_ONLY = NoEffect("a key of policies that write text, which this one does not")
@@ -54,6 +64,10 @@ CONTROL_MODES = {
     "widowx": "arm_pd_ee_target_delta_pose_align2_gripper_pd_joint_pos",
 }
 """Robot that `actor.model.policy_setup` names -> control_mode of ManiSkill's environments, whatever the file says."""
+WITHOUT_CAMERAS = {"PickCube3View-v1": "PickCube-v1"}
+"""Task of RLinf's that adds cameras to one of ManiSkill's -> that one, which has the same states."""
+OF_PICTURES = ("obs_mode", "sensor_configs")
+"""ManiSkill's arguments of the pictures of an observation."""
 NO_SIMULATOR = "what a file says about this simulator is not carried over"
 
 
@@ -72,9 +86,11 @@ def env_id(role: str) -> Convert:
     """The task: under its own name, as the simulator's `gym_id`, or among the constructor's arguments."""
 
     def convert(value: object, values: Values) -> object:
-        init_params = values.get(f"env.{role}.init_params")
-        named = (values.get(f"env.{role}.id"), values.get(f"env.{role}.gym_id"), _arguments(init_params).get("id"))
-        return next((name for name in named if name is not None), UNSET)
+        section = f"env.{role}"
+        in_arguments = _arguments(values.get(f"{section}.init_params")).get("id")
+        named = (values.get(f"{section}.id"), values.get(f"{section}.gym_id"), in_arguments, suite_id(role, values))
+        name = next((name for name in named if name is not None), UNSET)
+        return WITHOUT_CAMERAS.get(name, name) if isinstance(name, str) else name
 
     return convert
 
@@ -94,7 +110,12 @@ def env_arguments(role: str) -> Convert:
             why = "arguments of an environment are a section, as {id: Pendulum-v1}"
             raise Unsupported(why, f"env.{role}.init_params")
         arguments.pop("id", None)
+        if carried_over(values, role):
+            return wrapped_arguments(role, values)
         if values.get(f"env.{role}.env_type") == MANISKILL:
+            if _shows_state(role, values):
+                arguments = {name: value for name, value in arguments.items() if name not in OF_PICTURES}
+                arguments["obs_mode"] = "state"
             for name in ("num_envs", "render_mode"):
                 arguments.pop(name, None)
             mode = _control_mode(values.get(ROBOT)) or arguments.pop("control_mode", None)
@@ -127,16 +148,28 @@ def env_type(role: str) -> Convert:
     """The simulator; of ManiSkill's, which RLinf wraps in its own way, what observes its state."""
 
     def convert(value: object, values: Values) -> object:
+        if value in WRAPPED:
+            check_policy(values, role)
+            return value
         observed = _arguments(values.get(f"env.{role}.init_params")).get("obs_mode", "state")
-        fine = ("gymnasium", "envpool", MANISKILL) if observed == "state" else ("gymnasium", "envpool")
+        states = observed == "state" or _shows_state(role, values)
+        fine = ("gymnasium", "envpool", *((MANISKILL,) if states else ()), *WRAPPED)
         if value not in fine:
-            fix = f"give env.{role}.env_type, id and init_params as tether's"
-            if value in NOT_TRANSLATED:
-                fix = f"give env.train.env_type={value} env.train.id=TASK with the file, whose section is left out then"
-            raise Unsupported(f"{NO_SIMULATOR} (supported: {', '.join(fine)})", fix=fix)
+            raise Unsupported(
+                f"{NO_SIMULATOR} (supported: {', '.join(fine)})",
+                fix=f"give env.{role}.env_type, id and init_params as tether's",
+            )
         return value
 
     return convert
+
+
+def _shows_state(role: str, values: Values) -> bool:
+    """Whether ManiSkill draws pictures, as for a film, that the policy does not read: it gets the state beside them."""
+    section = f"env.{role}"
+    observed = _arguments(values.get(f"{section}.init_params")).get("obs_mode")
+    reads_state = values.get(f"{section}.wrap_obs_mode") == "simple" and values.get(f"{section}.use_full_state") is True
+    return observed == "rgb" and reads_state and is_mlp(values)
 
 
 def episodes(value: object, values: Values) -> object:
@@ -150,11 +183,21 @@ def episodes(value: object, values: Values) -> object:
     return envs * rounds * max(1, (steps // length) if steps and length else 1)
 
 
-def critic_warmup(value: object, values: Values) -> object:
-    """RLinf counts optimizer steps, tether training steps."""
-    if value:
-        raise Unsupported("it counts optimizer steps; set trainer.critic_warmup, which counts training steps")
-    return 0
+def critic_warmup(value: int | None, values: Values) -> object:
+    """RLinf counts optimizer steps of the critic alone, `trainer.critic_warmup` names the first step of the policy."""
+    if not value:
+        return 0
+    envs = positive_int(values, "env.train.total_num_envs", 0) * positive_int(values, "env.train.rollout_epoch", 1)
+    steps = positive_int(values, "env.train.max_steps_per_rollout_epoch", 0)
+    decisions = envs * steps // positive_int(values, "actor.model.num_action_chunks", 1)
+    batch = positive_int(values, "actor.global_batch_size", 1)
+    updates = decisions // batch * positive_int(values, "algorithm.update_epoch", 1)
+    if not updates or decisions % batch or value % updates:
+        raise Unsupported(
+            f"it counts optimizer steps, of which a training step has {decisions / batch:g} an epoch; set "
+            "trainer.critic_warmup, which counts training steps"
+        )
+    return value // updates + 1
 
 
 def loss(value: object, values: Values) -> object:
@@ -176,6 +219,18 @@ def aggregation(value: object, values: Values) -> object:
 def start(value: object, values: Values) -> object:
     """The checkpoint that a run starts from; in RLinf one of its own models, here one of tether's."""
     return path(value, values) or UNSET
+
+
+def asynchronous(value: int | None, values: Values) -> object:
+    """How RLinf's asynchronous runs sample, which alone have the key; with 0 both take turns."""
+    if value and values.get("env.train.auto_reset", True):
+        raise Unsupported("rollouts that are sampled meanwhile begin their own episodes (env.train.auto_reset: False)")
+    return "fully_async" if value else "off"
+
+
+def max_staleness(value: int | None, values: Values) -> object:
+    """Updates between the policy that acts and the one that learns."""
+    return value or UNSET
 
 
 def rollout_epoch(value: object, values: Values) -> object:
@@ -213,6 +268,24 @@ def without_numbers(value: object, values: Values) -> object:
     return UNSET
 
 
+def compute_format(value: object, values: Values) -> object:
+    """The number format, which only policies of action tokens choose."""
+    if value in FP32:
+        return UNSET
+    if PRECISIONS.get(value) == "bfloat16" and values.get("actor.model.model_type") in VLA_TYPES:
+        return "bfloat16"
+    raise Unsupported("control policies compute in fp32, and OpenVLA and OpenVLA-OFT in bf16, too", fix=IN_FP32)
+
+
+def acting_format(value: object, values: Values) -> object:
+    """The format of the policy that acts, which is the one that learns."""
+    learning = (values.get("actor.model.precision"), values.get("actor.fsdp_config.mixed_precision.param_dtype"))
+    found = compute_format(value, values)
+    if found == "bfloat16" and not any(PRECISIONS.get(other) == found for other in learning):
+        raise Unsupported("the policy that acts is the one that learns, in fp32", fix=IN_FP32)
+    return found
+
+
 def attention(value: object, values: Values) -> object:
     """OpenVLA-OFT's fork of transformers makes attention bidirectional with sdpa, and with nothing else."""
     if value == "sdpa" and values.get("actor.model.model_type") == "openvla_oft":
@@ -247,8 +320,9 @@ def _env(role: str) -> Table:
         ),
         f"{section}.reward_render_mode": SIMULATOR,
         f"{section}.use_ordered_reset_state_ids": NoEffect("start states follow from the seed of the section"),
+        **robot_simulators.rows(role, env_id(role)),
         **_VIDEOS[role],
-        f"{section}.data_collection.enabled": Refused("episodes are not written to files yet", fine=(False, None)),
+        f"{section}.data_collection.enabled": to(f"{section}.id", by=lambda value, values: UNSET),
         f"{section}.data_collection.*": NoEffect("acts with data_collection.enabled only"),
         **{f"{section}.{name}": SIMULATOR for name in SIMULATOR_KEYS},
         f"{section}.chunk_pause_seconds": WITH_RTC,
@@ -317,7 +391,8 @@ _ROWS: Table = {
     "env.train.rollout_epoch": to("env.train.rollout_epoch"),
     "env.train.auto_reset": to("env.train.auto_reset"),
     "env.train.group_size": to("env.train.group_size"),
-    "env.train.use_fixed_reset_state_ids": to("env.train.use_fixed_reset_state_ids"),
+    "env.train.use_fixed_reset_state_ids": to("env.train.use_fixed_reset_state_ids", by=fixed_starts),
+    "env.train.use_ordered_reset_state_ids": to("env.train.seed", by=ordered_starts),
     "env.train.use_rel_reward": to("env.train.use_rel_reward"),
     "env.train.reward_coef": to("env.train.reward_coef"),
     "env.eval.total_num_envs": Mapped(
@@ -360,6 +435,9 @@ _ROWS: Table = {
     "algorithm.rollout_epoch": to("env.train.rollout_epoch", by=rollout_epoch),
     "algorithm.eval_rollout_epoch": to("env.eval.num_episodes", by=episodes),
     "algorithm.reward_coef": NoEffect("environments read their own, env.train.reward_coef"),
+    "algorithm.staleness_threshold": Mapped(
+        {"trainer.async_mode": asynchronous, "actor_rollout_ref.rollout.max_staleness": max_staleness}
+    ),
     "algorithm.kl_beta": Refused("embodied runs have no reference policy", fine=(0, None)),
     "algorithm.kl_penalty": NoEffect("acts with kl_beta only"),
     "algorithm.sampling_params.*": TEXT_ONLY,
@@ -370,7 +448,7 @@ _ROWS: Table = {
     "actor.enable_sft_co_train": Refused("mixing in supervised examples is not supported yet", fine=(False, None)),
     "actor.sft_loss_weight": NoEffect("acts with enable_sft_co_train only"),
     "actor.openpi_data.*": NoEffect("acts with enable_sft_co_train only"),
-    "actor.fsdp_config.mixed_precision.param_dtype": Refused("control policies compute in fp32", fine=FP32),
+    "actor.fsdp_config.mixed_precision.param_dtype": to("policy.dtype", by=compute_format),
     "actor.fsdp_config.*": SHARDS,
     "actor.model.model_type": to("policy.model_type", by=policy_type),
     "actor.model.model_path": to(START, by=start),
@@ -379,7 +457,7 @@ _ROWS: Table = {
     "actor.model.obs_dim": FROM_SPACES,
     "actor.model.action_dim": FROM_SPACES,
     ROBOT: Mapped({f"env.{role}.init_params": robot_arguments(role) for role in ("train", "eval")}),
-    "actor.model.precision": Refused("control policies compute in fp32", fine=FP32),
+    "actor.model.precision": to("policy.dtype", by=compute_format),
     "actor.model.add_value_head": NoEffect("algorithm.adv_type decides whether there is a critic"),
     "actor.model.is_lora": to("actor_rollout_ref.model.lora_rank", by=adapter_rank("actor")),
     "actor.model.lora_rank": NoEffect("acts with is_lora only, which gives it"),
@@ -409,7 +487,7 @@ _ROWS: Table = {
     "rollout.collect_transitions": Refused("embodied runs learn from whole rollouts", fine=(False, None)),
     "rollout.recompute_logprobs": Refused("the policy's log-probs are kept while it acts", fine=(False, None)),
     "rollout.model.model_path": to(START, by=start),
-    "rollout.model.precision": Refused("control policies compute in fp32", fine=FP32),
+    "rollout.model.precision": to("policy.dtype", by=acting_format),
     **sampling(TODAY),
     **sampling(OLDER),
     "rollout.sampling_params.*": TEXT_ONLY,

@@ -19,8 +19,10 @@ from tether.config.loading.yaml_file import MISSING, read_yaml
 from tether.config.problems import ConfigError, Problem
 from tether.config.support.patterns import look_up
 from tether.control.policies.config import FLOW_TYPES, VLA_TYPES
+from tether.integrations.rlinf import robot_simulators
 from tether.integrations.rlinf.embodied import EMBODIED, START, fixed
 from tether.integrations.rlinf.older_names import TASK_KEY, VALUES, Older, Task, with_current_names
+from tether.integrations.rlinf.openpi import OPENPI
 from tether.integrations.rlinf.other_simulator import (
     names_own_simulator,
     names_task,
@@ -53,8 +55,24 @@ OWNERS = {
 }
 """Section -> the key that selects the simulator, policy, kind of rows or rule to which its other keys belong."""
 REMARKS = {
+    **robot_simulators.REMARKS,
+    ("actor.model.model_type", OPENPI): (
+        "RLinf holds pi0 and pi0.5 in bf16, whatever actor.model.precision says, and reads openpi's files; here they "
+        "are fp32, and read in lerobot's format"
+    ),
+    ("actor.model.precision", "bf16"): (
+        "RLinf's optimizer updates bf16 weights; here it updates float32 ones, from which those are rounded"
+    ),
+    ("env.eval.data_collection.enabled", "True"): (
+        "tests write no episodes; `tether collect` records those of a checkpoint"
+    ),
+    ("env.train.data_collection.enabled", "True"): (
+        "training writes no episodes; `tether collect` records those of a checkpoint"
+    ),
     ("algorithm.loss_type", "decoupled_actor_critic"): (
-        "RLinf samples for it while the policy learns; here sampling and learning take turns in embodied runs"
+        "RLinf samples for it while the policy learns, may learn from a rollout twice, and interpolates the proximal "
+        "policy; here both take turns unless algorithm.staleness_threshold is set, a rollout is learned from once, and "
+        "the proximal policy is computed"
     ),
 }
 """Key and value that are accepted -> what differs from RLinf."""

@@ -13,14 +13,29 @@ STEPS = 10
 OFF = (False, None)
 FOLDERS = NoEffect("sizes of the network are those of its folder")
 WITH_RTC = NoEffect("acts with runner.rtc.enabled only, which is not supported")
+RELATIVE = {
+    "pi0_libero": 6, "pi0_libero_horizon10": 6, "pi0_behavior": 6, "pi0_droid_polaris": 7, "pi05_droid_polaris": 7,
+}  # fmt: skip
+"""Name of a configuration -> leading columns of an action that are relative to the state (openpi's delta actions)."""
+RELATIVE_OTHERWISE = ("pi0_aloha_robotwin", "pi05_aloha_robotwin", "pi05_dualfranka_tcp_rot6d")
+"""Names of configurations whose relative actions are others than the leading columns."""
+STATE_IN_PROMPT = (
+    "pi05_rlt_maniskill_joint", "pi05_franka_state", "pi05_aloha_robotwin", "pi05_behavior", "pi05_droid_polaris",
+    "pi05_robocasa365_pretrain_human300",
+)  # fmt: skip
+"""Names of configurations of pi0.5 that write the state into the prompt; with RLinf's others it does not see it."""
 SIZES = ("action_horizon", "action_dim", "max_token_len", "paligemma_variant", "action_expert_variant")
 """Of openpi's own model, which the section goes over."""
 
 
+def config_name(values: Values) -> str:
+    """The name of openpi's configuration; in older files without one, as a key of its own says."""
+    return str(values.get(f"{SECTION}.config_name", "pi05_libero" if values.get(f"{SECTION}.pi05") else "pi0_libero"))
+
+
 def flow_type(values: Values) -> str:
-    """pi0 or pi0.5, as the name of the configuration says; in older files without one, a key of its own."""
-    older = "pi05_libero" if values.get(f"{SECTION}.pi05") else "pi0_libero"
-    name = str(values.get(f"{SECTION}.config_name", older))
+    """pi0 or pi0.5, as the name of the configuration says."""
+    name = config_name(values)
     if name.startswith("pi05_"):
         return PI05
     if name.startswith("pi0_"):
@@ -36,6 +51,23 @@ def flow_only(value: object, values: Values) -> object:
 def checked_name(value: object, values: Values) -> object:
     """The type of the policy, once more."""
     return flow_type(values) if values.get(MODEL) == OPENPI else UNSET
+
+
+def relative_actions(value: object, values: Values) -> object:
+    """How many columns of an action are relative to the state."""
+    if values.get(MODEL) != OPENPI:
+        return UNSET
+    name = config_name(values)
+    if name in RELATIVE_OTHERWISE:
+        raise Unsupported(f"{name} makes actions relative to the state in a way of its own", f"{SECTION}.config_name")
+    return RELATIVE.get(name, UNSET)
+
+
+def state_in_prompt(value: object, values: Values) -> object:
+    """Whether pi0.5 sees the state."""
+    if values.get(MODEL) != OPENPI or flow_type(values) != PI05:
+        return UNSET
+    return config_name(values) in STATE_IN_PROMPT
 
 
 def older_type(value: object, values: Values) -> object:
@@ -59,6 +91,8 @@ def of_steps(value: object, values: Values) -> object:
 
 def where_values_are_read(value: object, values: Values) -> object:
     """The critic of pi0.5 reads what its vision-language part gives, that of pi0 its action expert."""
+    if values.get("algorithm.adv_type", "gae") != "gae":
+        return UNSET  # there is none
     if values.get(MODEL) == OPENPI and bool(value) != (flow_type(values) == PI05):
         raise Unsupported("critics of pi05 read the vision-language part, those of pi0 the action expert")
     return UNSET
@@ -69,7 +103,14 @@ def _flow(key: str, by: Convert = flow_only, default: object = UNSET) -> Mapped:
 
 
 OPENPI_ROWS: Table = {
-    f"{SECTION}.config_name": to("policy.model_type", by=checked_name),
+    f"{SECTION}.config_name": Mapped(
+        {
+            "policy.model_type": checked_name,
+            "policy.relative_actions": relative_actions,
+            "policy.discrete_state_input": state_in_prompt,
+        },
+        default=None,  # the name follows from other keys
+    ),
     f"{SECTION}.num_steps": _flow("num_steps", default=STEPS),
     f"{SECTION}.noise_method": _flow("noise_method", method),
     f"{SECTION}.noise_level": _flow("noise_level"),

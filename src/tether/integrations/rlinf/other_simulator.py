@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tether.config.loading.overrides import Override
+from tether.integrations.rlinf.robot_simulators import OF_LIBERO, SUITE_KEY, WRAPPED
 from tether.integrations.rlinf.values import section_at
 from tether.types import JsonObject
 
-OF_ID = ("id", "gym_id", "init_params")
+OF_ID = ("id", "gym_id", SUITE_KEY, "init_params")
 """Keys of a section that name a task, or are for it alone."""
-OF_SIMULATOR = (*OF_ID, "reward_mode", "use_rel_reward", "video_cfg")
+OF_SIMULATOR = (*OF_ID, *OF_LIBERO, "reward_mode", "use_rel_reward", "video_cfg", "is_eval")
 """Those that a simulator's preset sets up."""
 POLICY_NAMES = ("model_type", "model_name")
 """Keys of `actor.model` that name a policy, today and in older files."""
-SHARED_ARGUMENTS = ("maniskill",)
+SHARED_ARGUMENTS = ("maniskill", *WRAPPED)
 """Simulators whose constructors take the same arguments for all tasks."""
-NOT_TRANSLATED = ("libero", "metaworld")
-"""Simulators of tether's whose sections in RLinf's files are not translated: overrides set them in tether's keys."""
 OF_NETWORKS = ("mlp_policy", "cnn_policy")
 """Policies that have none of the options below."""
 OF_LARGE_POLICIES = (
@@ -33,9 +32,9 @@ def without_old_simulator(
 ) -> list[str]:
     """Take out of a file what describes another simulator, or another task, than the overrides name.
 
-    A new ``env.train.env_type``, or one of `NOT_TRANSLATED`, takes along all that the file's simulator was set up with,
-    and what it alone reads; a new ``env.train.id`` the old task, that of tests among them, and its arguments where they
-    are not the same for all tasks of a simulator.
+    A new ``env.train.env_type``, or one of `WRAPPED` in the overrides, takes along all that the file's simulator was
+    set up with, and what it alone reads; a new ``env.train.id`` the old task, that of tests among them, and its
+    arguments where they are not the same for all tasks of a simulator.
 
     Args:
         tree: the file, which is changed.
@@ -50,12 +49,12 @@ def without_old_simulator(
     old_type, old_id = train.get("env_type"), _task(train)
     new_type = changes.get("env.train.env_type", old_type)
     new_id = next((changes[key] for key in _names_of("train") if key in changes), old_id)
-    replaces_file = new_type in NOT_TRANSLATED and "env.train.env_type" in changes
+    replaces_file = new_type in WRAPPED and "env.train.env_type" in changes
     is_new = new_type != old_type or replaces_file
     if is_new:
         dropped: tuple[str, ...] = (*OF_SIMULATOR, "env_type") if replaces_file else OF_SIMULATOR
     elif new_id != old_id:
-        dropped = OF_ID if new_type not in SHARED_ARGUMENTS else ("id", "gym_id", "init_params.id")
+        dropped = OF_ID if new_type not in SHARED_ARGUMENTS else ("id", "gym_id", SUITE_KEY, "init_params.id")
     else:
         return []
     own_tests = not is_new and any(key in changes for key in _names_of("eval"))
@@ -93,9 +92,9 @@ def without_old_policy(tree: JsonObject, written: JsonObject, is_known: Callable
 
 
 def names_own_simulator(override: Override) -> bool:
-    """Whether an override sets one of `NOT_TRANSLATED`, which makes it an override in tether's keys."""
+    """Whether an override sets one of `WRAPPED`, which makes it an override in tether's keys."""
     is_simulator = override.path in ("env.train.env_type", "env.eval.env_type")
-    return is_simulator and not override.delete and override.value in NOT_TRANSLATED
+    return is_simulator and not override.delete and override.value in WRAPPED
 
 
 def names_task(override: Override) -> bool:
@@ -104,7 +103,8 @@ def names_task(override: Override) -> bool:
 
 
 def _task(section: JsonObject) -> object:
-    named = (section.get("id"), section.get("gym_id"), section_at(section, "init_params").get("id"))
+    in_arguments = section_at(section, "init_params").get("id")
+    named = (section.get("id"), section.get("gym_id"), in_arguments, section.get(SUITE_KEY))
     return next((name for name in named if name is not None), None)
 
 

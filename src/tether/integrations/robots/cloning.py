@@ -121,7 +121,7 @@ def build_cloning(
             _refuse_forbidden(env, seen, chosen, f"{folder}: episode {index}")
         kind = config.policy.model_type
         bounds = _bounds(actions, quantiles) if kind in VLA_TYPES else None
-        scales = scales_of_data(kind, env.layout, obs, actions) if kind in FLOW_TYPES else None
+        scales = scales_of_data(config.policy, env.layout, obs, actions) if kind in FLOW_TYPES else None
         width, model = value_width(config.algorithm, config.policy), config.actor_rollout_ref.model
         policy = new_policy(config.policy, model, env, width, config.trainer.seed, bounds or scales)
         policy.spaces = spaces_of(env)

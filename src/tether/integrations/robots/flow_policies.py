@@ -68,6 +68,11 @@ def new_policy(
         name: value for name, value in (known_fields or {}).items() if folder is None or fields.get(name) is None
     }
     width = row_width(_numbers(env.layout))
+    if policy.relative_actions > min(width, actions.width):
+        raise ValueError(
+            f"policy.relative_actions={policy.relative_actions}: {env.id} shows {width} numbers and takes actions of "
+            f"{actions.width}, and each of these columns needs one of both. Set 0 for absolute actions, or less."
+        )
     fields["action_scale"] = fields["action_scale"] or _scale_of_space(actions)
     fields["state_scale"] = fields["state_scale"] or ((0.0,) * width, (1.0,) * width)
     spec = FlowSpec(
@@ -83,6 +88,8 @@ def new_policy(
         step_logprobs=policy.step_logprobs,
         detach_critic_input=policy.detach_critic_input,
         train_expert_only=policy.train_expert_only,
+        relative_actions=policy.relative_actions,
+        discrete_state_input=policy.discrete_state_input,
         **fields,
     )
     made: FlowPolicy = importlib.import_module("tether.integrations.robots.flow.policy").FlowPolicy(spec, seed)
@@ -92,12 +99,12 @@ def new_policy(
 
 
 def scales_of_data(
-    model_type: str, layout: ObsLayout, obs: Sequence[Observation], actions: Sequence[Array]
+    policy: PolicyConfig, layout: ObsLayout, obs: Sequence[Observation], actions: Sequence[Array]
 ) -> dict[str, Scale]:
     """Return the scales of recorded episodes: pi0 by mean and standard deviation, pi0.5 by quantiles.
 
     Args:
-        model_type: model type of the policy.
+        policy: section of the policy.
         layout: layout of an observation.
         obs: observations [T, ...] of each episode.
         actions: actions [T, D] of each episode.
@@ -108,7 +115,10 @@ def scales_of_data(
     rows = {"action_scale": np.concatenate(actions)}
     if _numbers(layout):
         rows["state_scale"] = row(seen).numpy()
-    return {name: _scale_of_rows(values.astype(np.float64), model_type) for name, values in rows.items()}
+    if columns := policy.relative_actions:  # of an action alone; the later ones of a chunk differ more
+        rows["action_scale"] = rows["action_scale"].copy()
+        rows["action_scale"][:, :columns] -= rows["state_scale"][:, :columns]
+    return {name: _scale_of_rows(values.astype(np.float64), policy.model_type) for name, values in rows.items()}
 
 
 def _scale_of_rows(rows: Array, model_type: str) -> Scale:
@@ -153,7 +163,8 @@ def _new_fields(policy: PolicyConfig, env: VectorEnv) -> dict[str, Any]:
     sides = [max(entry.shape[:2]) for entry in env.layout if entry.kind == "image"]
     image_size = 4 * -(-max(sides, default=4) // 4)
     text = next((entry.shape[0] for entry in env.layout if entry.kind == "text"), 0)
-    longest = PROMPT_LENGTH if policy.tokenizer_path else prompts.max_prompt_length(policy.model_type, text, width)
+    with_state = policy.model_type == "pi05" and policy.discrete_state_input
+    longest = PROMPT_LENGTH if policy.tokenizer_path else prompts.max_prompt_length(with_state, text, width)
     length = policy.max_prompt_length or longest
     vocabulary = prompts.FlowPrompts(length, policy.tokenizer_path).vocab_size
     sizes = backbone.Sizes.of(policy.hidden_dim, policy.num_layers, image_size, vocabulary)
@@ -180,6 +191,11 @@ def _pretrained_fields(policy: PolicyConfig, env: VectorEnv, folder: Path) -> di
     pretrained = importlib.import_module("tether.integrations.robots.flow.pretrained").read_pretrained(folder)
     if pretrained.model_type != policy.model_type:
         raise ValueError(f"{START}={folder}: a {pretrained.model_type}; set policy.model_type={pretrained.model_type}")
+    if pretrained.relative_actions and not policy.relative_actions:
+        raise ValueError(
+            f"{START}={folder}: its actions are relative to the state (use_relative_actions). Set "
+            "policy.relative_actions to the number of their leading columns that are."
+        )
     width = row_width(_numbers(env.layout))
     shown = sum(entry.kind == "image" for entry in env.layout)
     sizes = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import SupportsFloat
 
 import gymnasium
@@ -15,12 +16,19 @@ from tether.control.envs.action_repeat import Repeated
 from tether.control.envs.gymnasium_types import Arguments, Env, Info, Raw, Simulator
 from tether.control.envs.make import EnvOptions
 from tether.integrations.robots.metaworld_pictures import PictureObservations
+from tether.integrations.robots.metaworld_sentences import SENTENCES
 from tether.observations import Array
 from tether.spelling import did_you_mean
 
 TASKS = tuple(metaworld.ALL_V3_ENVIRONMENTS)
-SUITES = {"MT10": tuple(env_dict.MT10_V3), "MT25": tuple(env_dict.MT25_V3), "MT50": tuple(env_dict.MT50_V3)}
+SUITES = {
+    "MT10": tuple(env_dict.MT10_V3), "MT25": tuple(env_dict.MT25_V3), "MT50": tuple(env_dict.MT50_V3),
+    "ML45-train": tuple(env_dict.ML45_V3["train"]), "ML45-test": tuple(env_dict.ML45_V3["test"]),
+}  # fmt: skip
 REWARDS = ("dense", "success")
+INSTRUCTIONS = ("names", "sentences")
+PICTURES = ("camera", "camera_position", "picture_size", "rotated", "shadows")
+"""Arguments of `PictureObservations`; one of them shows pictures."""
 STATE = 39
 """Size of a task's observation; a suite appends its entries after these."""
 
@@ -35,11 +43,21 @@ class MetaWorldTasks(gymnasium.Env[Array, Array]):
         names: names of MetaWorld tasks.
         arguments: arguments of `gymnasium.make` for each task; ``seed`` determines the set of goals.
         reward: ``dense`` is MetaWorld's own; ``success`` is 1 in a step that solves the task, else 0.
+        settling_steps: steps without motion at the start of an episode.
+        instructions: the instruction of each task; by default its name in words.
     """
 
-    def __init__(self, names: tuple[str, ...], arguments: Arguments, reward: str = "dense") -> None:
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        arguments: Arguments,
+        reward: str = "dense",
+        settling_steps: int = 0,
+        instructions: Mapping[str, str] | None = None,
+    ) -> None:
         self._names, self._arguments = names, {"seed": 0, **arguments}
-        self._pays_success = reward == "success"
+        self._pays_success, self._settling_steps = reward == "success", settling_steps
+        self._instructions = instructions or {name: in_words(name) for name in names}
         self._made: dict[int, Env] = {}
         self._number = 0
         self._obs = np.zeros(STATE)
@@ -54,6 +72,8 @@ class MetaWorldTasks(gymnasium.Env[Array, Array]):
         self._env = self._task(self._number)
         self.simulator.seed(int(self.np_random.integers(2**31)))  # it ignores the seed of `reset`
         self._obs, info = self._env.reset(options=options)
+        for _ in range(self._settling_steps):
+            self._obs, *_, info = self._env.step(np.zeros(self.action_space.shape or (), np.float32))
         return self._obs, info
 
     def step(self, action: Array) -> tuple[Array, SupportsFloat, bool, bool, Info]:
@@ -75,8 +95,8 @@ class MetaWorldTasks(gymnasium.Env[Array, Array]):
 
     @property
     def task(self) -> str:
-        """The current task in words: ``pick place`` for ``pick-place-v3``."""
-        return in_words(self._names[self._number])
+        """The instruction of the current task."""
+        return self._instructions[self._names[self._number]]
 
     def scripted_action(self) -> NDArray[np.float32]:
         """Return the action of MetaWorld's scripted policy, which always reads the full state."""
@@ -112,26 +132,31 @@ def make_env(options: EnvOptions, arguments: Arguments) -> Env:
 
     Args:
         options: options of the environments.
-        arguments: arguments of `gymnasium.make` and of this adapter: ``camera`` and ``picture_size`` of
-            `PictureObservations`, ``action_repeat`` of `Repeated`, ``reward`` of `MetaWorldTasks`.
+        arguments: arguments of `gymnasium.make` and of this adapter: ``camera``, ``camera_position``, ``picture_size``,
+            ``rotated`` and ``shadows`` of `PictureObservations`, ``action_repeat`` of `Repeated`, ``reward`` and
+            ``settling_steps`` of `MetaWorldTasks`, and ``instructions``: ``names`` of tasks in words, or ``sentences``
+            (`tether.integrations.robots.metaworld_sentences`).
 
     Raises:
-        ValueError: there is no such task, camera or reward.
+        ValueError: there is no such task, camera or reward, or no such instructions.
     """
     env_kwargs = dict(arguments)
-    picture_options = {name: env_kwargs.pop(name) for name in ("camera", "picture_size") if name in env_kwargs}
+    picture_options = {name: env_kwargs.pop(name) for name in PICTURES if name in env_kwargs}
     repeat, reward = env_kwargs.pop("action_repeat", 1), env_kwargs.pop("reward", "dense")
-    if reward not in REWARDS:
-        raise ValueError(f"{options.role}.init_params.reward is {reward!r}. Use {' or '.join(REWARDS)}.")
-    if "max_episode_steps" in env_kwargs:
-        env_kwargs["max_episode_steps"] *= repeat  # counted in simulator steps
+    settling_steps, instructions = env_kwargs.pop("settling_steps", 0), env_kwargs.pop("instructions", "names")
+    for key, value, supported in (("reward", reward, REWARDS), ("instructions", instructions, INSTRUCTIONS)):
+        if value not in supported:
+            raise ValueError(f"{options.role}.init_params.{key} is {value!r}. Use {' or '.join(supported)}.")
+    if "max_episode_steps" in env_kwargs:  # counted in simulator steps
+        env_kwargs["max_episode_steps"] = env_kwargs["max_episode_steps"] * repeat + settling_steps
     names = _names(options)
-    env: Env = MetaWorldTasks(names, env_kwargs, reward)
+    texts = {name: SENTENCES[name] if instructions == "sentences" else in_words(name) for name in names}
+    env: Env = MetaWorldTasks(names, env_kwargs, reward, settling_steps, texts)
     if repeat > 1:
         env = Repeated(env, repeat)
     if not picture_options:
         return env
-    return PictureObservations(env, max(len(in_words(name)) for name in names), **picture_options)
+    return PictureObservations(env, tuple(texts.values()), **picture_options)
 
 
 def _names(options: EnvOptions) -> tuple[str, ...]:

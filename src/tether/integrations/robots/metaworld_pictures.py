@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 
 import mujoco
 import numpy as np
@@ -16,7 +17,7 @@ HAND = 4
 """Leading entries of MetaWorld's observation that describe the hand: its position, and how far it is open."""
 SMOOTHING = (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION, mujoco.mjtRndFlag.mjRND_SKYBOX)
 """Render flags that are turned off: in software they take ten times as long as everything else."""
-LETTERS = string.ascii_lowercase + " "
+LETTERS = string.ascii_letters + string.digits + " ,"
 
 
 class PictureObservations(Wrapper):
@@ -27,27 +28,42 @@ class PictureObservations(Wrapper):
 
     Args:
         env: a `tether.integrations.robots.metaworld.MetaWorldTasks`, possibly wrapped.
-        longest: length of the longest task in bytes.
+        instructions: the instructions of all tasks.
         camera: the name of a MetaWorld camera, or a free camera: ``lookat`` (a point), ``distance`` from it,
             ``azimuth`` and ``elevation`` in degrees.
         picture_size: height and width in pixels.
+        camera_position: where a named camera is, in the place of MetaWorld's own position.
+        rotated: turn pictures by 180 degrees: ``corner2`` hangs upside down.
+        shadows: draw shadows, reflections and smooth edges, as MetaWorld itself does.
 
     Raises:
-        ValueError: there is no such camera.
+        ValueError: there is no such camera, or a free camera has a position.
     """
 
-    def __init__(self, env: Env, longest: int, camera: str | Arguments = "corner2", picture_size: int = 64) -> None:
+    def __init__(
+        self,
+        env: Env,
+        instructions: Sequence[str],
+        camera: str | Arguments = "corner2",
+        picture_size: int = 64,
+        camera_position: Sequence[float] | None = None,
+        rotated: bool = False,
+        shadows: bool = False,
+    ) -> None:
         super().__init__(env)
         tasks: Simulator = env.unwrapped
         self._tasks = tasks
-        self._size = picture_size
+        self._size, self._rotated, self._shadows = picture_size, rotated, shadows
+        if camera_position is not None and not isinstance(camera, str):
+            raise ValueError("init_params.camera_position: a free camera has a lookat. Leave one of the two out.")
+        self._position = camera_position
         self._renderers: dict[int, mujoco.Renderer] = {}
         self._camera = named_camera(camera, tasks.simulator.model) if isinstance(camera, str) else free_camera(camera)
         self.observation_space = spaces.Dict(
             {
                 "image": spaces.Box(0, 255, (picture_size, picture_size, 3), np.uint8),
                 "state": spaces.Box(-np.inf, np.inf, (HAND,), np.float32),
-                "task": spaces.Text(longest, charset=LETTERS),
+                "task": spaces.Text(max(map(len, instructions)), charset=LETTERS),
             }
         )
 
@@ -71,11 +87,14 @@ class PictureObservations(Wrapper):
     def _picture(self) -> NDArray[np.uint8]:
         simulator = self._tasks.simulator
         if id(simulator) not in self._renderers:  # each task has its own model, kept alive by `self.env`
-            self._renderers[id(simulator)] = _renderer(simulator.model, self._size)
+            if self._position is not None:
+                simulator.model.camera(self._camera).pos[:] = self._position
+                mujoco.mj_camlight(simulator.model, simulator.data)  # moves the camera in the current state, too
+            self._renderers[id(simulator)] = _renderer(simulator.model, self._size, self._shadows)
         renderer = self._renderers[id(simulator)]
         renderer.update_scene(simulator.data, self._camera)
         picture: NDArray[np.uint8] = renderer.render()
-        return picture
+        return np.ascontiguousarray(picture[::-1, ::-1]) if self._rotated else picture
 
 
 def named_camera(name: str, model: Simulator) -> str:
@@ -105,9 +124,10 @@ def free_camera(place: Arguments) -> mujoco.MjvCamera:
     return camera
 
 
-def _renderer(model: Simulator, size: int) -> mujoco.Renderer:
-    model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
+def _renderer(model: Simulator, size: int, shadows: bool) -> mujoco.Renderer:
+    if not shadows:
+        model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
     renderer = mujoco.Renderer(model, size, size)
-    for flag in SMOOTHING:
+    for flag in () if shadows else SMOOTHING:
         renderer.scene.flags[flag] = False
     return renderer

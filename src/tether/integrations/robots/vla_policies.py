@@ -73,6 +73,7 @@ def new_policy(
         "num_action_chunks": policy.num_action_chunks,
         "value_width": value_width,
         "temperature": policy.temperature,
+        "dtype": policy.dtype,
         "center_crop": policy.center_crop,
         "lora_rank": model.lora_rank,
         "lora_alpha": model.lora_alpha,

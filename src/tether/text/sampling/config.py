@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from tether.config.schema.engine import Dtype
 from tether.config.schema.section import (
+    EMBODIED_TOO,
     ActsIf,
     AliasOf,
     Count,
@@ -128,7 +129,7 @@ class RolloutConfig(Section):
     """Machines with devices that only sample, beside those of trainer.nnodes; 0: the devices that train also sample."""
     n_gpus_per_node: Annotated[Positive, Inherits("trainer.n_gpus_per_node"), ActsIf(".nnodes", off=(0,))]
     """Devices that only sample, of each such machine."""
-    max_staleness: Annotated[Positive, ActsIf("trainer.async_mode", on=("fully_async",))] = 1
+    max_staleness: Annotated[Positive, ActsIf("trainer.async_mode", on=("fully_async",)), EMBODIED_TOO] = 1
     """Most updates between the policy that samples a response and the one that learns from it. (tether's own key.)"""
     partial_rollout: Annotated[bool, ActsIf("trainer.async_mode", on=("fully_async",))] = False
     """Change weights within responses: when one of a batch ends, the others go on with the newest. (tether's own.)"""

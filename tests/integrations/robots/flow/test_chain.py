@@ -108,7 +108,7 @@ def spec(**changes):
         "layout": (ObsPart("state", "vector", (3,)),), "action_dim": 2, "action_scale": ((0.0, 1.0), (1.0, 2.0)),
         "state_scale": ((0.0,) * 3, (1.0,) * 3), "num_action_chunks": 2, "horizon": 3, "latent_dim": 4, "num_steps": 5,
     }  # fmt: skip
-    return FlowSpec("pi0", **(fields | changes))
+    return FlowSpec(**({"model_type": "pi0"} | fields | changes))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,5 +1,6 @@
 """A flow-matching policy as it is trained, over a small backbone; over lerobot's: `test_lerobot.py`."""
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -14,7 +15,7 @@ from tether.integrations.robots.flow.chain import Record, log_density, step
 from tether.integrations.robots.flow.policy import FlowPolicy
 from tether.integrations.robots.flow.prompts import FlowPrompts, task_and_state_prompt, task_prompt
 from tether.loop.engine import OptimizerOptions, UpdatePlan
-from tether.observations import ObsPart, encode_text
+from tether.observations import ObsPart, decode_text, encode_text
 
 LAYOUT = (ObsPart("hand", "vector", (3,)), ObsPart("task", "text", (5,), "uint8"))
 KINDS = [(joint, method) for joint in (False, True) for method in METHODS]
@@ -193,6 +194,46 @@ def test_imitation_is_of_the_scaled_actions_and_repeats_with_its_generator():
     padded = torch.nn.functional.pad(scaled, (0, 2))
     expected = policy.model.matching_losses(obs, padded, noise, t)[:, :, :2]
     torch.testing.assert_close(first, expected.flatten(1))
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_relative_actions_are_added_to_the_state_and_change_no_probability(joint):
+    """The same chain, whose end is an action relative to the first number of the state."""
+    scale = ((0.5, 0.0, 0.0), (2.0, 1.0, 1.0))
+    relative, shift = make(joint, relative_actions=1, state_scale=scale), make(joint, state_scale=scale)
+    seen = shown(6)
+    obs = relative.inputs(seen)
+    absolute, actions = (policy.act(obs, noise_of(policy, 6)) for policy in (shift, relative))
+    carried_out = [policy.action_code().decode(found.unflatten(1, (2, -1)).numpy())
+                   for policy, found in ((shift, absolute), (relative, actions))]  # fmt: skip
+    moved = np.zeros((6, 2, 2))
+    moved[..., 0] = seen["hand"][:, :1].numpy()  # both actions of a chunk
+    np.testing.assert_allclose(carried_out[1] - carried_out[0], moved, atol=1e-5)
+    torch.testing.assert_close(relative.log_probs(obs, actions), shift.log_probs(obs, absolute))
+
+
+def test_relative_actions_are_imitated_relative_to_the_state():
+    scale = ((0.5, 0.0, 0.0), (2.0, 1.0, 1.0))
+    relative, absolute = make(relative_actions=1, state_scale=scale), make(state_scale=scale)
+    seen = shown(5)
+    obs, actions = relative.inputs(seen), torch.randn(5, 3, 2, dtype=torch.float64)
+    differences = actions.clone()
+    differences[:, :, 0] -= seen["hand"][:, :1]
+    found, expected = (policy.imitation_losses(obs, target.flatten(1), torch.Generator().manual_seed(1))
+                       for policy, target in ((relative, actions), (absolute, differences)))  # fmt: skip
+    torch.testing.assert_close(found, expected)
+
+
+def test_pi05_may_not_see_the_state():
+    blind = make(model_type="pi05", discrete_state_input=False, prompt_length=40)
+    sighted = make(model_type="pi05", prompt_length=40)
+    seen = shown(2)
+    for policy in (blind, sighted):
+        changed = {**seen, "hand": seen["hand"] + 0.5}
+        same = [policy.inputs(shown_)["tokens"].tolist() for shown_ in (seen, changed)]
+        assert (same[0] == same[1]) == (policy is blind)
+    ids, _ = FlowPrompts(40, None)([task_prompt(word) for word in map(decode_text, seen["task"].numpy())])
+    assert blind.inputs(seen)["tokens"].tolist() == ids.tolist()
 
 
 def test_files_give_a_policy_back(tmp_path):

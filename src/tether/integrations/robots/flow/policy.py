@@ -7,6 +7,7 @@ are the log-probabilities and entropies of these chains.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -149,7 +150,7 @@ class FlowPolicy(MemorylessPolicy):
         """Return outputs [B, 2 * K * D] and values [B, V] for observations [B, ...] and recorded actions [B, K * W]."""
         assert isinstance(obs, TensorDict)
         prefix = self.model.prefix(obs)
-        return self._outputs(prefix, actions), self._values(prefix)
+        return self._outputs(prefix, actions, self._base(obs)), self._values(prefix)
 
     def imitation_losses(self, obs: Observations, actions: Tensor, generator: torch.Generator) -> Tensor:
         """Return the conditional flow-matching loss (Lipman et al. 2023) of recorded actions, [B, H * D].
@@ -163,7 +164,8 @@ class FlowPolicy(MemorylessPolicy):
         assert isinstance(obs, TensorDict)
         target = actions.unflatten(1, (spec.horizon, spec.action_dim))
         offset, scale = (target.new_tensor(column) for column in spec.action_scale)
-        target = nn.functional.pad((target - offset) / scale, (0, spec.latent_dim - spec.action_dim))
+        target = (target - offset) / scale - self._base(obs)
+        target = nn.functional.pad(target, (0, spec.latent_dim - spec.action_dim))
         noise = torch.randn(target.shape, generator=generator).to(target)
         # The cumulative distribution function of Beta(a, 1) is u^a.
         uniform = torch.rand(len(target), generator=generator) ** (1 / TIME_ALPHA)
@@ -211,7 +213,7 @@ class FlowPolicy(MemorylessPolicy):
                 before, after = torch.where(is_chosen, x, before), torch.where(is_chosen, following, after)
             x = following
         used = slice(spec.num_action_chunks), slice(spec.action_dim)
-        actions = x[:, used[0], used[1]]
+        actions = x[:, used[0], used[1]] + self._base(obs)
         if spec.joint_logprob:
             return Record(actions, None, torch.stack(states, dim=1), None).columns(spec)
         return Record(actions, chosen, before[:, None], after[:, used[0], used[1]]).columns(spec)
@@ -246,11 +248,26 @@ class FlowPolicy(MemorylessPolicy):
         velocity, hidden = self.model.velocity(prefix, x, times(index, self.spec.num_steps, x.dtype)[0])
         return velocity, None if self.noise_head is None else self.noise_head(hidden)
 
-    def _outputs(self, prefix: Prefix, actions: Tensor) -> Tensor:
-        """Return log-probabilities and mean entropies, [B, 2 * K * D], of the random steps of chains [B, K * W]."""
+    def _base(self, obs: TensorDict) -> Tensor:
+        """Return what relative actions are added to, in the scale of actions: [B, 1, D], zeros for absolute ones."""
+        spec, numbers = self.spec, obs[NUMBERS]
+        base = numbers.new_zeros(len(numbers), 1, spec.action_dim)
+        if spec.relative_actions:
+            columns = slice(spec.relative_actions)
+            offset, scale = (numbers.new_tensor(column[columns]) for column in spec.state_scale)
+            state = numbers[:, columns] * scale + offset
+            base[:, 0, columns] = state / numbers.new_tensor(spec.action_scale[1][columns])
+        return base
+
+    def _outputs(self, prefix: Prefix, actions: Tensor, base: Tensor) -> Tensor:
+        """Return log-probabilities and mean entropies, [B, 2 * K * D], of the random steps of chains [B, K * W].
+
+        `base` is that of the observations (`_base`), which the last step of a chain does not have.
+        """
         spec = self.spec
         log_probs, entropies = [], []
-        for index, before, after in Record.of_columns(actions, spec).steps(spec):
+        record = Record.of_columns(actions, spec)
+        for index, before, after in replace(record, actions=record.actions - base).steps(spec):
             velocity, learned = self._velocity(prefix, before, index)
             mean, std = step(before, velocity, index, spec.num_steps, spec.noise_method, spec.noise_level, learned)
             used = (slice(None), slice(spec.num_action_chunks), slice(spec.action_dim))
@@ -271,7 +288,7 @@ class FlowPolicy(MemorylessPolicy):
             codes = obs[spec.text].flatten(0, -2).cpu().numpy()
             unique, which = np.unique(codes, axis=0, return_inverse=True)
             tasks, which = [decode_text(text) for text in unique], which.reshape(-1)
-        if spec.model_type == "pi05":
+        if spec.model_type == "pi05" and spec.discrete_state_input:
             states = row.reshape(count, row.shape[-1]).float().cpu().numpy()
             texts = [task_and_state_prompt(tasks[task], state) for task, state in zip(which, states, strict=True)]
             ids, mask = self._prompts(texts)

@@ -47,6 +47,8 @@ class Pretrained:
     action_scale: Scale | None
     """Scale of actions; None: the folder has no statistics."""
     state_scale: Scale | None
+    relative_actions: bool
+    """Whether its actions are relative to the state."""
 
 
 def is_pretrained(folder: Path) -> bool:
@@ -58,18 +60,12 @@ def read_pretrained(folder: Path) -> Pretrained:
     """Return the description of the policy in a folder.
 
     Raises:
-        ValueError: the policy has another type, its actions are relative to the state, or its configuration differs
-            from that of published policies.
+        ValueError: the policy has another type, or its configuration differs from that of published policies.
     """
     config = read_json(folder / CONFIG, dict, COPY_AGAIN)
     kind = config.get("type")
     if kind not in ("pi0", "pi05"):
         raise ValueError(f"{KEY}={folder}: {CONFIG} is of type {kind}; the types pi0 and pi05 can be loaded")
-    if config.get("use_relative_actions"):
-        raise ValueError(
-            f"{KEY}={folder}: its actions are relative to the state (use_relative_actions), which is not supported. "
-            "Give a policy of absolute actions."
-        )
     for name, supported in ASSUMED.items():
         if config.get(name, supported) != supported:
             raise ValueError(f"{KEY}={folder}: {CONFIG} has {name}={config[name]}; only {supported} is supported")
@@ -94,6 +90,7 @@ def read_pretrained(folder: Path) -> Pretrained:
         sizes=None if sizes.vlm_width == PUBLISHED_WIDTH else asdict(sizes),
         action_scale=scales.get(ACTION),
         state_scale=scales.get(STATE),
+        relative_actions=bool(config.get("use_relative_actions")),
     )
 
 

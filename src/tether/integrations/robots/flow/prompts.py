@@ -27,9 +27,9 @@ def task_and_state_prompt(task: str, state: NDArray[np.float32]) -> str:
     return f"Task: {task.strip().replace('_', ' ')}, State: {' '.join(map(str, bins))};\nAction: "
 
 
-def max_prompt_length(model_type: str, task_bytes: int, state_width: int) -> int:
+def max_prompt_length(with_state: bool, task_bytes: int, state_width: int) -> int:
     """Return the number of tokens of the longest prompt with bytes as tokens."""
-    if model_type == "pi0":
+    if not with_state:
         return 2 + task_bytes
     return 1 + len(task_and_state_prompt("", np.zeros(0, np.float32)).encode()) + task_bytes + 4 * state_width
 

@@ -49,6 +49,11 @@ class FlowSpec:
     """Sizes of the networks (`tether.integrations.robots.flow.backbone.Sizes`); None: lerobot's own, with 3.3 billion
     parameters.
     """
+    relative_actions: int = 0
+    """Leading columns of an action that are relative to the same numbers of the observation, as pi0 of LIBERO has them;
+    the network generates the difference."""
+    discrete_state_input: bool = True
+    """pi0.5: whether its prompt has the state; otherwise it does not see it."""
     empty_cameras: int = 0
     """Number of images that the network expects and the environment does not have."""
     value_width: int = 1

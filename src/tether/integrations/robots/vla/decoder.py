@@ -73,7 +73,7 @@ class ActionDecoder(nn.Module):
         Returns:
             Scores [B, A, bins] over the temperature, and the hidden state at the end of the prompt [B, E].
         """
-        following = self._following(bins[:, :-1])
+        following = self._following(bins[:, :-1]).to(prompt.embedded.dtype)
         inputs = torch.cat([prompt.embedded, following], dim=1)
         hidden = self._hidden(inputs, prompt.mask_with(following.shape[1]))[:, prompt.embedded.shape[1] - 1 :]
         return self.scores(hidden), hidden[:, 0]
@@ -102,10 +102,10 @@ class ActionDecoder(nn.Module):
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Return the scores [..., bins] of the bins, which are the last ids in reverse; no other token can be
-        chosen."""
-        size = self.spec.vocab_size
+        chosen. They are at least float32."""
+        size, wide = self.spec.vocab_size, torch.promote_types(hidden.dtype, torch.float32)
         weight = self.language.get_output_embeddings().weight[size - ACTION_BINS : size].flip(0)
-        return hidden @ weight.T / self.spec.temperature
+        return hidden.to(wide) @ weight.to(wide).T / self.spec.temperature
 
     def _following(self, bins: Tensor) -> Tensor:
         """Embed the tokens after the prompt: bins [B, n] as tokens, or placeholders."""

@@ -76,7 +76,7 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return values [B, V] of hidden states [B, hidden_dim]."""
-        return self.layers(hidden)
+        return self.layers(hidden.to(next(self.parameters()).dtype))
 
 
 class VlaModel(ActionDecoder):
@@ -127,7 +127,7 @@ class VlaModel(ActionDecoder):
         if self.encoder is not None:
             embedded.append(self.encoder(obs[PICTURE]))
         if self.numbers is not None:
-            embedded.append(self.numbers(obs[NUMBERS])[:, None])
+            embedded.append(self.numbers(obs[NUMBERS].to(self.numbers.weight.dtype))[:, None])
         if self.spec.text is not None:
             embedded.append(embed(obs[TEXT].long() + FIRST_BYTE))
         return EncodedPrompt(torch.cat([*embedded, marks[:, 1:]], dim=1))

@@ -41,7 +41,7 @@ class VlaPolicy(MemorylessPolicy):
     """
 
     max_rows = 256
-    set_by_run = ("value_width", "low", "high", "lora_rank", "lora_alpha", "target_modules")
+    set_by_run = ("dtype", "value_width", "low", "high", "lora_rank", "lora_alpha", "target_modules")
 
     def __init__(self, spec: VlaSpec, seed: int) -> None:
         super().__init__()
@@ -62,6 +62,9 @@ class VlaPolicy(MemorylessPolicy):
         """Return the trained parameters of the policy and of the value head."""
         critic = [] if self.critic is None else list(self.critic.parameters())
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad], critic
+
+    def narrow_parameters(self) -> list[nn.Parameter]:
+        return list(self.model.parameters()) if self.spec.dtype == "bfloat16" else []
 
     def inputs(self, obs: ObservationBatch) -> TensorDict:
         return self.model.inputs(obs)

@@ -80,11 +80,12 @@ class PublishedModel(ActionDecoder):
 
     def _patches(self, picture: Tensor) -> Tensor:
         """Encode bytes [B, 3, height, width] as patches [B, P, E]."""
-        picture = picture.to(self.language.dtype)
+        dtype = self.language.dtype
+        picture = picture.to(torch.promote_types(dtype, torch.float32))  # bfloat16 could not tell positions in it
         if self.spec.center_crop:
             picture = center_crop(picture)
         features = [
-            vit(normalized(picture, shape, self._network.resize))
+            vit(normalized(picture, shape, self._network.resize).to(dtype))
             for vit, shape in zip(self.vision_backbone.values(), self._network.vits, strict=True)
         ]
         projected: Tensor = self.projector(torch.cat(features, dim=2))

@@ -71,6 +71,8 @@ class VlaSpec:
     target_modules: tuple[str, ...] = ("all-linear",)
     network: Network | None = None
     """The shape of a published network; None for a small one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Format in which the network computes while it is trained; saved weights are float32."""
     center_crop: bool = False
     """Whether a published network reads only the centre of pictures."""
 
