@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -29,8 +30,10 @@ from tests.text.learning.test_fsdp import (
     SELECTING,
     TOKENS,
     VALUES,
+    adapted,
     distance,
     same_state,
+    save_adapted,
     saved_state,
 )
 from tests.tiny import tiny_model
@@ -41,6 +44,7 @@ from tether.integrations.megatron.engine import MegatronEngine, MegatronOptions
 from tether.integrations.megatron.shards import main_grad
 from tether.loop.engine import LossSpec, Updated, UpdatePlan
 from tether.loop.incident import replay
+from tether.text.learning.engines.copies import empty_copy
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.losses import PolicyForward, ValueForward
 from tether.text.learning.packing import Assign, MicroBatching, MiniBatch, balanced, divide, mini_batches, token_rows
@@ -82,11 +86,16 @@ def make_megatron(
     role = "policy" if model.get_output_embeddings() is not None else "critic"
     names = [field.name for field in dataclasses.fields(MegatronOptions)]
     options = {name: rest.pop(name) for name in names if name in rest}
+    empty, state = empty_model("", model.config, critic=role == "critic"), dict(model.state_dict())
+    if hasattr(model, "peft_config"):
+        empty = empty_copy(model)
+        rest["adapter"] = {name: state.pop(name) for name, p in model.named_parameters() if p.requires_grad}
+        state = {name.replace(".base_layer.", "."): value for name, value in state.items()}
     return MegatronEngine(
-        empty_model("", model.config, critic=role == "critic"),
+        empty,
         micro,
         rest.pop("optimizer", OPTIONS),
-        weights=dict(model.state_dict()),
+        weights=state,
         device=torch.device("cpu"),
         role=role,
         options=MegatronOptions(layout, **options),
@@ -306,6 +315,99 @@ def everything(folder: Path, layout: MegatronLayout, full: bool) -> dict[str, An
             for options in (dict.fromkeys(MEMORY, True), {"distributed_optimizer": False})
         }
     return found
+
+
+ONE_KEY_HEAD = {"num_key_value_heads": 1}  # which two ranks share
+SOME = ("q_proj", "v_proj", "up_proj", "down_proj")  # of layers that Megatron fuses, and without the last one's input
+
+
+def qwen_of(layout: MegatronLayout, **options: Any) -> PreTrainedModel:
+    """A policy with biases and a tied head."""
+    model = tiny_model("qwen2", dtype=torch.float64, **depth(layout), **options)
+    use_tether_attention(model)
+    return model
+
+
+def adapter_gradients(layout: MegatronLayout) -> Iterator[tuple[str, float]]:
+    """How far gradients of adapters, and of a critic's head beside them, are from those of one process."""
+    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    policy, critic, qwen = (partial(make, layout) for make in (policy_of, critic_of, qwen_of))
+    batch = make_batch(policy(), critic())
+    layers = "[03]" if layout.virtual_pipeline else "1"  # the others have nothing to train
+    models: dict[str, tuple[Make, LossSpec]] = {
+        "policy": (partial(adapted, policy), LOSS),
+        "some layers": (partial(adapted, qwen, target_modules=SOME), LOSS),
+        "one key head": (partial(adapted, partial(qwen, **ONE_KEY_HEAD), alpha=3), LOSS),
+        "one layer": (partial(adapted, policy, target_modules=rf".*\.layers\.{layers}\.mlp\.gate_proj"), LOSS),
+        "critic": (partial(adapted, critic), VALUES),
+    }
+    if layout.pipeline > 1 and not layout.virtual_pipeline:
+        models.pop("one layer")  # see `adapter_refusals`
+    for name, (make, loss) in models.items():
+        engine = make_engine(make())
+        engine.accumulate_gradients(batch, loss)
+        expected = {name: value for name, value in local_gradients(engine.model).items() if value.any()}
+        for how, micro, overrides in (("", FOUR_ROWS, {}), (", recomputed", TOKENS, recomputed)):
+            found = whole_gradients(make_megatron(make(), micro, layout, overrides=overrides), batch, loss)
+            yield name + how, distance({name: found[name] for name in expected}, expected)
+
+
+def adapter_refusals(layout: MegatronLayout) -> list[str]:
+    """Why adapters of the head, and of a pipeline's last layer alone, are refused."""
+    errors = []
+    for targets in (("lm_head", "q_proj"), r".*\.layers\.1\.mlp\.gate_proj"):
+        try:
+            make_megatron(adapted(partial(policy_of, layout), target_modules=targets), FOUR_ROWS, layout)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def of_adapters(folder: Path, layout: MegatronLayout) -> dict[str, Any]:
+    """How far adapters are from those of one process: gradients, updates, the reference, and what is saved."""
+    make = partial(adapted, partial(policy_of, layout))
+    batch = make_batch(policy_of(layout), critic_of(layout))
+    found: dict[str, Any] = {"gradients": dict(adapter_gradients(layout))}
+    engine = make_engine(make(), FOUR_ROWS)
+    megatron = make_megatron(make(), FOUR_ROWS, layout, save=save_adapted)
+    reference, before = megatron.frozen(FOUR_ROWS), whole_weights(megatron)
+    for step in range(2):
+        expected = engine.update(batch, LOSS, PLAN, step)
+        updated = learn(megatron, batch, LOSS, PLAN, step)
+    found["norm"] = updated.metrics["grad_norm"] / expected.metrics["grad_norm"] - 1
+    after, ours = whole_weights(megatron), weights(engine.model)
+    learned = [name for name, p in engine.model.named_parameters() if p.requires_grad]
+    found["frozen"] = all(torch.equal(after[name], before[name]) for name in after.keys() - set(learned))
+    found["weights"] = distance({name: after[name] for name in learned}, {name: ours[name] for name in learned})
+    rows, _ = share(megatron, batch, mini_batches(batch.response_mask, UpdatePlan(ROWS), 0))
+    inferred = reference.infer(batch[rows], PolicyForward())
+    far = None
+    if inferred is not None:
+        with torch.no_grad():
+            base = PolicyForward()(policy_of(layout), batch[rows])
+        far = float((inferred.log_probs - base.log_probs).abs().max())
+    found["reference"] = of_speaker(far)
+    return found | {"resumed": adapters_resumed(folder, engine, layout), "refused": adapter_refusals(layout)}
+
+
+def adapters_resumed(folder: Path, engine: LocalEngine, layout: MegatronLayout) -> bool:
+    """Adapters and state of one process go to these ranks and back without a bit lost; the merged model, too."""
+    megatron = make_megatron(engine.model, FOUR_ROWS, layout, save=save_adapted)
+    if dist.get_rank() == 0:
+        save_state(folder / "one.pt", engine.state_dict())
+        save_adapted(engine.model, folder / "one/actor")
+    dist.barrier()
+    assert megatron.load_state(folder / "one.pt") == 2
+    back = saved_state(megatron, folder / "ranks")
+    if dist.get_rank() > 0:
+        return True
+    megatron.check_saving(folder / "tried/actor")
+    left, right = (load_file(folder / name / "adapter/adapter_model.safetensors") for name in ("one", "ranks"))
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder / name / "actor", dtype=torch.float64) for name in ("one", "ranks")
+    ]
+    same = same_bits(*map(weights, models)) and same_bits(left, right)
+    return same and same_state(back, copy.deepcopy(engine.state_dict()))
 
 
 def balanced_gradients(layout: MegatronLayout) -> tuple[float, float]:
