@@ -18,7 +18,7 @@ from tether.config import RunConfig, models_of, placed, reference_is_policy
 from tether.config.schema import ActorConfig, BackboneConfig, CriticConfig, RefConfig
 from tether.distributed.groups import RankGroups
 from tether.integrations.megatron import check
-from tether.integrations.megatron.layout import FIRST, LAST, experts_of, layout_of
+from tether.integrations.megatron.layout import FIRST, LAST, check_adapters, layout_of
 from tether.integrations.megatron.version import check_version
 from tether.runtime.install import pip_install
 from tether.runtime.objects import is_object
@@ -103,9 +103,8 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, ch
         hf_config = _hf_config(config, role, path)
         prefix = f"{name}.megatron."
         families.check_family(hf_config)
-        rank = _model_of(config, role).lora_rank
-        if rank and model != "reference":
-            _check_adapts(rank, hf_config, "critic.model" if model == "critic" else "actor_rollout_ref.model")
+        rank = 0 if model == "reference" else _model_of(config, role).lora_rank
+        check_adapters(rank, hf_config, "critic.model" if model == "critic" else "actor_rollout_ref.model")
         check(layout, hf_config, len(devices[model]), prefix)
         try:
             with warnings.catch_warnings():
@@ -118,16 +117,6 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, ch
         from_start = checkpoint is None or model == "reference" or rank > 0
         if role.megatron.use_dist_checkpointing and from_start:
             _check_weights(role, prefix, empty_model(path, hf_config, critic=model == "critic"))
-
-
-def _check_adapts(rank: int, hf_config: PreTrainedConfig, section: str) -> None:
-    """Refuse adapters of a model whose attention or MLP has none in Megatron."""
-    kinds = {"experts": experts_of(hf_config), "latent attention": getattr(hf_config, "kv_lora_rank", None)}
-    if present := [kind for kind, size in kinds.items() if size]:
-        raise ValueError(
-            f"{section}.lora_rank={rank}: Megatron trains adapters of dense models, and {type(hf_config).__name__} has "
-            f"{' and '.join(present)}. Leave {section}.lora_rank out, or set strategy=fsdp."
-        )
 
 
 def _check_weights(role: Role, prefix: str, model: PreTrainedModel) -> None:

@@ -135,14 +135,14 @@ class MegatronEngine(RanksEngine[Outputs]):
         if trains:
             wide = compute_dtype in (torch.bfloat16, torch.float16)
             ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=wide)
-            self._chunks = [DistributedDataParallel(config, ddp, chunk) for chunk in self.megatron.chunks]
             pairs = [(p, _holders(p)) for chunk in self.megatron.chunks for p in chunk.parameters() if p.requires_grad]
-            self.shards = Shards(pairs, distributed=options.distributed_optimizer)
             if not all(from_all(bool(pairs))):
                 raise ValueError(
                     "target_modules and exclude_modules leave a pipeline stage without an adapter, so that it has "
                     "nothing to train. Give a layer of each stage one, or lower pipeline_model_parallel_size."
                 )
+            self._chunks = [DistributedDataParallel(config, ddp, chunk) for chunk in self.megatron.chunks]
+            self.shards = Shards(pairs, distributed=options.distributed_optimizer)
         self._split = {p for chunk in self.megatron.chunks for p in split_parameters(chunk)}
         self._read(weights, adapter)
         masters = [master for master in self.shards.masters() if len(master)]
