@@ -216,12 +216,13 @@ def updates(
     return distance(whole_weights(megatron), expected_weights), found.metrics, expected.metrics, far
 
 
-def narrow(layout: MegatronLayout) -> tuple[float, float]:
+def narrow(layout: MegatronLayout, finish: Callable[[Make], PreTrainedModel] | None = None) -> tuple[float, float]:
     """How far weights are that were updated in bfloat16 beside float32 masters; and the masters themselves."""
     batch = make_batch(policy_of(layout), critic_of(layout))
     for name in ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs"):
         setattr(batch, name, getattr(batch, name).float())
-    policies = [policy_of(layout, dtype=torch.float32, tie_word_embeddings=True) for _ in range(2)]
+    make = partial(policy_of, layout, dtype=torch.float32, tie_word_embeddings=True)
+    policies = [finish(make) if finish else make() for _ in range(2)]
     engine = LocalEngine(policies[0], FOUR_ROWS, OPTIONS, compute_dtype=torch.bfloat16)
     megatron = make_megatron(policies[1], FOUR_ROWS, layout, compute_dtype=torch.bfloat16)
     for step in range(2):
@@ -369,16 +370,20 @@ def of_adapters(folder: Path, layout: MegatronLayout) -> dict[str, Any]:
     batch = make_batch(policy_of(layout), critic_of(layout))
     found: dict[str, Any] = {"gradients": dict(adapter_gradients(layout))}
     engine = make_engine(make(), FOUR_ROWS)
-    megatron = make_megatron(make(), FOUR_ROWS, layout, save=save_adapted)
+    megatron = make_megatron(make(), FOUR_ROWS, layout)
+    resting = {**dict.fromkeys(MEMORY, True), "distributed_optimizer": False}
+    elsewhere = make_megatron(make(), FOUR_ROWS, layout, **resting)
     reference, before = megatron.frozen(FOUR_ROWS), whole_weights(megatron)
     for step in range(2):
         expected = engine.update(batch, LOSS, PLAN, step)
         updated = learn(megatron, batch, LOSS, PLAN, step)
+        learn(elsewhere, batch, LOSS, PLAN, step)
     found["norm"] = updated.metrics["grad_norm"] / expected.metrics["grad_norm"] - 1
     after, ours = whole_weights(megatron), weights(engine.model)
     learned = [name for name, p in engine.model.named_parameters() if p.requires_grad]
     found["frozen"] = all(torch.equal(after[name], before[name]) for name in after.keys() - set(learned))
     found["weights"] = distance({name: after[name] for name in learned}, {name: ours[name] for name in learned})
+    found["memory"] = same_bits(whole_weights(elsewhere), after)
     rows, _ = share(megatron, batch, mini_batches(batch.response_mask, UpdatePlan(ROWS), 0))
     inferred = reference.infer(batch[rows], PolicyForward())
     far = None
@@ -387,7 +392,8 @@ def of_adapters(folder: Path, layout: MegatronLayout) -> dict[str, Any]:
             base = PolicyForward()(policy_of(layout), batch[rows])
         far = float((inferred.log_probs - base.log_probs).abs().max())
     found["reference"] = of_speaker(far)
-    return found | {"resumed": adapters_resumed(folder, engine, layout), "refused": adapter_refusals(layout)}
+    found |= {"resumed": adapters_resumed(folder, engine, layout), "refused": adapter_refusals(layout)}
+    return found if depth(layout) else found | {"narrow": narrow(layout, adapted)}
 
 
 def adapters_resumed(folder: Path, engine: LocalEngine, layout: MegatronLayout) -> bool:

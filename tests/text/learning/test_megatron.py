@@ -176,6 +176,8 @@ def test_adapters_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     assert abs(found["norm"]) < 1e-8
     assert found["frozen"]
     assert found["weights"] < 1e-8
+    assert found["memory"], "where parts rest changes no bit"
+    assert max(found.get("narrow", (0.0, 0.0))) < 0.1
     spoken = [far for far in found["reference"] if far is not None]
     assert spoken
     assert max(spoken) < TOLERANCE
