@@ -329,8 +329,9 @@ def qwen_of(layout: MegatronLayout, **options: Any) -> PreTrainedModel:
     return model
 
 
-def adapter_gradients(layout: MegatronLayout) -> Iterator[tuple[str, float]]:
-    """How far gradients of adapters, and of a critic's head beside them, are from those of one process."""
+def adapter_gradients(layout: MegatronLayout, full: bool) -> Iterator[tuple[str, float]]:
+    """How far gradients of adapters, and of a critic's head beside them, are from those of one process; unless `full`,
+    of one policy."""
     recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     policy, critic, qwen = (partial(make, layout) for make in (policy_of, critic_of, qwen_of))
     batch = make_batch(policy(), critic())
@@ -344,11 +345,11 @@ def adapter_gradients(layout: MegatronLayout) -> Iterator[tuple[str, float]]:
     }
     if layout.pipeline > 1 and not layout.virtual_pipeline:
         models.pop("one layer")  # see `adapter_refusals`
-    for name, (make, loss) in models.items():
+    for name, (make, loss) in models.items() if full else [("some layers", models["some layers"])]:
         engine = make_engine(make())
         engine.accumulate_gradients(batch, loss)
         expected = {name: value for name, value in local_gradients(engine.model).items() if value.any()}
-        for how, micro, overrides in (("", FOUR_ROWS, {}), (", recomputed", TOKENS, recomputed)):
+        for how, micro, overrides in ((", recomputed", TOKENS, recomputed), ("", FOUR_ROWS, {}))[: 1 + full]:
             found = whole_gradients(make_megatron(make(), micro, layout, overrides=overrides), batch, loss)
             yield name + how, distance({name: found[name] for name in expected}, expected)
 
@@ -364,26 +365,22 @@ def adapter_refusals(layout: MegatronLayout) -> list[str]:
     return errors
 
 
-def of_adapters(folder: Path, layout: MegatronLayout) -> dict[str, Any]:
+def of_adapters(folder: Path, layout: MegatronLayout, full: bool) -> dict[str, Any]:
     """How far adapters are from those of one process: gradients, updates, the reference, and what is saved."""
     make = partial(adapted, partial(policy_of, layout))
     batch = make_batch(policy_of(layout), critic_of(layout))
-    found: dict[str, Any] = {"gradients": dict(adapter_gradients(layout))}
+    found: dict[str, Any] = {"gradients": dict(adapter_gradients(layout, full))}
     engine = make_engine(make(), FOUR_ROWS)
     megatron = make_megatron(make(), FOUR_ROWS, layout)
-    resting = {**dict.fromkeys(MEMORY, True), "distributed_optimizer": False}
-    elsewhere = make_megatron(make(), FOUR_ROWS, layout, **resting)
     reference, before = megatron.frozen(FOUR_ROWS), whole_weights(megatron)
-    for step in range(2):
+    for step in range(1 + full):
         expected = engine.update(batch, LOSS, PLAN, step)
         updated = learn(megatron, batch, LOSS, PLAN, step)
-        learn(elsewhere, batch, LOSS, PLAN, step)
     found["norm"] = updated.metrics["grad_norm"] / expected.metrics["grad_norm"] - 1
     after, ours = whole_weights(megatron), weights(engine.model)
     learned = [name for name, p in engine.model.named_parameters() if p.requires_grad]
     found["frozen"] = all(torch.equal(after[name], before[name]) for name in after.keys() - set(learned))
     found["weights"] = distance({name: after[name] for name in learned}, {name: ours[name] for name in learned})
-    found["memory"] = same_bits(whole_weights(elsewhere), after)
     rows, _ = share(megatron, batch, mini_batches(batch.response_mask, UpdatePlan(ROWS), 0))
     inferred = reference.infer(batch[rows], PolicyForward())
     far = None
@@ -392,8 +389,17 @@ def of_adapters(folder: Path, layout: MegatronLayout) -> dict[str, Any]:
             base = PolicyForward()(policy_of(layout), batch[rows])
         far = float((inferred.log_probs - base.log_probs).abs().max())
     found["reference"] = of_speaker(far)
-    found |= {"resumed": adapters_resumed(folder, engine, layout), "refused": adapter_refusals(layout)}
-    return found if depth(layout) else found | {"narrow": narrow(layout, adapted)}
+    found["resumed"] = adapters_resumed(folder, engine, layout)
+    if full:
+        resting = {**dict.fromkeys(MEMORY, True), "distributed_optimizer": False}
+        elsewhere = make_megatron(make(), FOUR_ROWS, layout, **resting)
+        for step in range(2):
+            learn(elsewhere, batch, LOSS, PLAN, step)
+        found |= {"refused": adapter_refusals(layout), "memory": same_bits(whole_weights(elsewhere), after)}
+    if full and not depth(layout):
+        unmoved = distance({name: before[name] for name in learned}, {name: ours[name] for name in learned})
+        found["narrow"] = max(narrow(layout, adapted)) / unmoved
+    return found
 
 
 def adapters_resumed(folder: Path, engine: LocalEngine, layout: MegatronLayout) -> bool:
@@ -403,7 +409,7 @@ def adapters_resumed(folder: Path, engine: LocalEngine, layout: MegatronLayout) 
         save_state(folder / "one.pt", engine.state_dict())
         save_adapted(engine.model, folder / "one/actor")
     dist.barrier()
-    assert megatron.load_state(folder / "one.pt") == 2
+    assert megatron.load_state(folder / "one.pt") == engine.version
     back = saved_state(megatron, folder / "ranks")
     if dist.get_rank() > 0:
         return True

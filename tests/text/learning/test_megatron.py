@@ -163,25 +163,28 @@ def test_experts_that_are_given_are_chosen(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "TP 2" else pytest.param(name, marks=pytest.mark.slow) for name in OF_ADAPTERS]
+    ("name", "full"),
+    [("TP 2, sequence parallel", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in OF_ADAPTERS)],
 )
-def test_adapters_are_those_of_one_process(name: str, tmp_path: Path) -> None:
+def test_adapters_are_those_of_one_process(name: str, full: bool, tmp_path: Path) -> None:
     """Those of layers that Megatron fuses, too, and of some of them alone; all other weights stay as they are."""
     pytest.importorskip("peft")
     work = importlib.import_module("tests.text.learning.megatron_ranks").of_adapters
     ranks, layout = OF_ADAPTERS[name]
-    found = on_ranks(tmp_path, ranks, work, tmp_path, layout)
+    found = on_ranks(tmp_path, ranks, work, tmp_path, layout, full)
     assert {case: far for case, far in found["gradients"].items() if not far < TOLERANCE} == {}
-    assert len(found["gradients"]) >= 8
     assert abs(found["norm"]) < 1e-8
     assert found["frozen"]
     assert found["weights"] < 1e-8
-    assert found["memory"], "where parts rest changes no bit"
-    assert max(found.get("narrow", (0.0, 0.0))) < 0.1
     spoken = [far for far in found["reference"] if far is not None]
     assert spoken
     assert max(spoken) < TOLERANCE
     assert found["resumed"]
+    if not full:
+        return
+    assert len(found["gradients"]) >= 8
+    assert found["memory"], "where weights and state rest changes no bit"
+    assert found.get("narrow", 0.0) < 0.5  # adapters that do not move are 1 away
     assert "lm_head would get an adapter, which Megatron holds in attention and MLP alone" in found["refused"][0]
     stages = [error for error in found["refused"][1:] if "leave a pipeline stage without an adapter" in error]
     assert len(stages) == (layout.pipeline > 1)

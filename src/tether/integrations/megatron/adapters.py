@@ -101,11 +101,10 @@ class Adapters:
     def renamed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield exported tensors under their names in the model with adapters, without the zeros."""
         for name, value in tensors:
-            layer, _, kind = name.rpartition(".lora_")
-            if layer and layer not in self.layers:
-                continue
+            adapted = name.rpartition(".lora_")[0]
             layer, _, kind = name.rpartition(".")
-            yield f"{layer}.base_layer.{kind}" if layer in self.layers else name, value
+            if not adapted or adapted in self.layers:
+                yield f"{layer}.base_layer.{kind}" if layer in self.layers else name, value
 
 
 class Adapter(nn.Module):
