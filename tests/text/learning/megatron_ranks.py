@@ -216,13 +216,17 @@ def updates(
     return distance(whole_weights(megatron), expected_weights), found.metrics, expected.metrics, far
 
 
-def narrow(layout: MegatronLayout, finish: Callable[[Make], PreTrainedModel] | None = None) -> tuple[float, float]:
-    """How far weights are that were updated in bfloat16 beside float32 masters; and the masters themselves."""
-    batch = make_batch(policy_of(layout), critic_of(layout))
+def to_float32(batch: TrainBatch) -> None:
+    """What a policy in bfloat16 is trained with."""
     for name in ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs"):
         setattr(batch, name, getattr(batch, name).float())
-    make = partial(policy_of, layout, dtype=torch.float32, tie_word_embeddings=True)
-    policies = [finish(make) if finish else make() for _ in range(2)]
+
+
+def narrow(layout: MegatronLayout) -> tuple[float, float]:
+    """How far weights are that were updated in bfloat16 beside float32 masters; and the masters themselves."""
+    batch = make_batch(policy_of(layout), critic_of(layout))
+    to_float32(batch)
+    policies = [policy_of(layout, dtype=torch.float32, tie_word_embeddings=True) for _ in range(2)]
     engine = LocalEngine(policies[0], FOUR_ROWS, OPTIONS, compute_dtype=torch.bfloat16)
     megatron = make_megatron(policies[1], FOUR_ROWS, layout, compute_dtype=torch.bfloat16)
     for step in range(2):
@@ -396,10 +400,30 @@ def of_adapters(folder: Path, layout: MegatronLayout, full: bool) -> dict[str, A
         for step in range(2):
             learn(elsewhere, batch, LOSS, PLAN, step)
         found |= {"refused": adapter_refusals(layout), "memory": same_bits(whole_weights(elsewhere), after)}
-    if full and not depth(layout):
-        unmoved = distance({name: before[name] for name in learned}, {name: ours[name] for name in learned})
-        found["narrow"] = max(narrow(layout, adapted)) / unmoved
+        found["narrow"] = narrow_adapters(layout)
     return found
+
+
+def narrow_adapters(layout: MegatronLayout) -> tuple[float, bool]:
+    """How far the gradient's norm in bfloat16 is from that of one process in bfloat16; and whether float32 masters are
+    saved, of which the model computes with the rounded values."""
+    batch = make_batch(policy_of(layout), critic_of(layout))
+    to_float32(batch)
+    policies = [adapted(partial(policy_of, layout, dtype=torch.float32)) for _ in range(2)]
+    engine = LocalEngine(policies[0], FOUR_ROWS, OPTIONS, compute_dtype=torch.bfloat16)
+    megatron = make_megatron(policies[1], FOUR_ROWS, layout, compute_dtype=torch.bfloat16)
+    norms = [
+        updated.metrics["grad_norm"]
+        for updated in (engine.update(batch, LOSS, UpdatePlan(ROWS), 0), learn(megatron, batch, LOSS, UpdatePlan(ROWS)))
+    ]
+    exported, whole = whole_weights(megatron), megatron.whole_model()
+    if whole is None:
+        return norms[1] / norms[0] - 1, True
+    masters = {name: value for name, value in weights(whole).items() if ".lora_" in name}
+    fine = all(value.dtype == torch.float32 for value in weights(whole).values())
+    fine = fine and not any(torch.equal(value, value.bfloat16().float()) for value in masters.values())
+    rounded = {name: value.bfloat16() for name, value in weights(whole).items()}
+    return norms[1] / norms[0] - 1, fine and same_bits(rounded, exported)
 
 
 def adapters_resumed(folder: Path, engine: LocalEngine, layout: MegatronLayout) -> bool:
