@@ -195,8 +195,11 @@ def test_adapters_train_as_in_one_process_and_resume_exactly(
         for key, value in of_one[name].items():
             torch.testing.assert_close(of_whole[name][key], value, rtol=1e-4, atol=1e-5)
         if name.endswith("adapter"):
-            left, right = (run / "global_step_3" / name / "adapter_config.json" for run in (one, whole))
-            assert left.read_text() == right.read_text()
+            left, right = (
+                json.loads((run / "global_step_3" / name / "adapter_config.json").read_text()) for run in (one, whole)
+            )
+            assert set(left.pop("target_modules")) == set(right.pop("target_modules"))  # peft writes a set
+            assert left == right
     assert saved_again(inputs, tmp_path / "one", 2, one / "global_step_3", [STRATEGY, f"{PP}=2", *ADAPTERS])
     assert saved_again(inputs, tmp_path / "whole", 1, whole / "global_step_3", ADAPTERS)
 
