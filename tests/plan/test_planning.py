@@ -249,7 +249,7 @@ def test_adapters_with_megatron_are_counted_for_dense_models_and_refused_for_oth
     rank = "actor_rollout_ref.model.lora_rank=16"
     whole, adapted = (planner("qwen2.5-7b", card, 2, megatron, size, *more).plan() for more in ((), (rank,)))
     peaks = [max(sum(parts.values()) for parts in one.groups[0].phases.values()) for one in (whole, adapted)]
-    assert peaks[1] < peaks[0] / 2
+    assert peaks[1] < 0.6 * peaks[0]
     with pytest.raises(ValueError, match=f"^{rank}: Megatron trains adapters of dense models only"):
         planner("qwen3-30b-a3b", card, 8, megatron, rank).plan()
 

@@ -52,7 +52,7 @@ class Adapters:
         """Return the adapters that peft inserted into a model, which may have no weights; None if it has none."""
         if not hasattr(model, "peft_config"):
             return None
-        config = model.peft_config["default"]
+        config: Any = model.peft_config["default"]
         sizes = {
             name.removesuffix(".base_layer"): (module.out_features, module.in_features)
             for name, module in model.named_modules()
