@@ -682,17 +682,17 @@ CASES |= {
         "2 virtual stages need a pipeline of several devices",
         [f"{SIZES}.pipeline_model_parallel_size=2"],
     ),
-    "megatron_trains_whole_models": (
-        [*ON_MEGATRON, "actor_rollout_ref.model.lora_rank=8"],
-        "actor_rollout_ref.model.lora_rank",
-        "8 asks for adapters",
-        ["actor_rollout_ref.model.lora_rank=0"],
-    ),
-    "megatron_trains_whole_critics": (
-        [*ON_MEGATRON, "critic.model.lora_rank=8"],
-        "critic.model.lora_rank",
-        "8 asks for adapters",
-        ["critic.model.lora_rank=0"],
+    "megatron_reads_no_reference_beside_adapters": (
+        [
+            *ON_MEGATRON,
+            f"{ACTOR}.use_kl_loss=True",
+            "actor_rollout_ref.model.lora_rank=8",
+            "actor_rollout_ref.ref.megatron.use_dist_checkpointing=True",
+            "actor_rollout_ref.ref.megatron.dist_checkpointing_path=folder",
+        ],
+        "actor_rollout_ref.ref.megatron.use_dist_checkpointing",
+        "True reads weights for a reference that is the policy without adapter",
+        ["actor_rollout_ref.ref.megatron.use_dist_checkpointing=null"],
     ),
     "batches_are_scored_by_a_function": (
         ["reward_model.reward_manager=batch"],

@@ -139,6 +139,18 @@ def test_megatrons_ranks_hold_what_is_documented() -> None:
     assert megatron_state(TINY, MegatronLayout(pipeline=2), 2, 4) == pytest.approx(stage * 16)
 
 
+def test_megatrons_ranks_train_their_shards_of_adapters() -> None:
+    """TINY has inputs of 4, and outputs of 4, 2, 2, 4 and 8, 8, 8: half of these on each of two ranks."""
+    whole = Model("actor", TINY, ranks=4, number=4, layout=MegatronLayout(tensor=2))
+    adapted = replace(whole, adapter=TINY.adapter(3))
+    own = 2 * 3 * ((4 + 2) + (4 + 1) + (4 + 1) + (4 + 2) + 3 * (4 + 4))
+    assert at_rest(adapted)[0]["actor weights"] == at_rest(whole)[0]["actor weights"] + 4 * own
+    assert at_rest(adapted)[0]["actor optimizer"] == 8 * own / 2
+    assert update(adapted, 16)["actor gradients"] == 4 * own
+    stage = update(replace(adapted, layout=MegatronLayout(pipeline=2)), 16)
+    assert stage["actor gradients"] == 4 * TINY.adapter(3) / 2
+
+
 def test_the_native_engine_reads_as_many_prompts_together_as_is_planned() -> None:
     from inspect import signature
 

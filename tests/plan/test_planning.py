@@ -261,6 +261,17 @@ def test_a_layout_that_cannot_be_is_refused_in_the_words_of_the_check() -> None:
         planner("qwen2.5-7b", DEVICES["h100-80g"], 8, megatron, f"{size}=8").plan()
 
 
+def test_adapters_with_megatron_are_counted_for_dense_models_and_refused_for_others() -> None:
+    megatron, card = "actor_rollout_ref.actor.strategy=megatron", DEVICES["h100-80g"]
+    size = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+    rank = "actor_rollout_ref.model.lora_rank=16"
+    whole, adapted = (planner("qwen2.5-7b", card, 2, megatron, size, *more).plan() for more in ((), (rank,)))
+    peaks = [max(sum(parts.values()) for parts in one.groups[0].phases.values()) for one in (whole, adapted)]
+    assert peaks[1] < 0.6 * peaks[0]
+    with pytest.raises(ValueError, match=f"^{rank}: Megatron trains adapters of dense models only"):
+        planner("qwen3-30b-a3b", card, 8, megatron, rank).plan()
+
+
 def test_the_command_reads_scripts_of_verl_and_exits_with_1_where_it_does_not_fit(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

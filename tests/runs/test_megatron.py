@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.installed import needs_megatron
 from tests.runs.forked_group import ForkedGroup
@@ -43,8 +44,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def close(found: dict[int, Any], expected: dict[int, Any]) -> None:
-    for step in range(1, STEPS + 1):
+def close(found: dict[int, Any], expected: dict[int, Any], steps: int = STEPS) -> None:
+    for step in range(1, steps + 1):
         assert found[step]["critic/score/mean"] == expected[step]["critic/score/mean"]
         for name in ("actor/grad_norm", "critic/grad_norm", "critic/vf_loss", "actor/entropy", "actor/kl_loss"):
             assert found[step][name] == pytest.approx(expected[step][name], rel=1e-4, abs=1e-6)
@@ -158,6 +159,57 @@ def test_weights_of_megatron_are_read_at_the_start_alone(
     lost = [*overrides(inputs, tmp_path / "halves", 2, 3), *two, *read, f"{SIZES}.dist_checkpointing_prefix=x."]
     with pytest.raises(ValueError, match=r"ref\.megatron\.dist_checkpointing_path=.*it lacks embedding\.word_emb"):
         build_run(load_config(None, lost))
+
+
+ADAPTERS = [
+    *("actor_rollout_ref.model.lora_rank=2", "critic.model.lora_rank=3", f"{ACTOR}.use_kl_loss=True"),
+    *("algorithm.use_kl_in_reward=True", f"{ACTOR}.optim.lr=1e-3", "critic.optim.lr=1e-3"),
+]
+
+
+@pytest.mark.slow
+@needs_megatron
+def test_adapters_train_as_in_one_process_and_resume_exactly(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TP 2 with sequence parallelism; PP 2 holds the bits of one process, and that the bits of TP 2."""
+    pytest.importorskip("peft")
+    monkeypatch.setattr(groups, "_start_group", ForkedGroup)
+    one = train([*overrides(inputs, tmp_path / "one", 1, 3), *ADAPTERS])
+    two = [STRATEGY, f"{TP}=2", *ADAPTERS]
+    whole = train([*overrides(inputs, tmp_path / "whole", 2, 3), *two])
+    for steps in (2, 3):
+        halves = train([*overrides(inputs, tmp_path / "halves", 2, steps), *two])
+    assert measured(halves) == measured(whole)
+    files = ("actor", "critic", "adapter", "critic_adapter")
+    of_one, of_whole, of_halves = (
+        {name: {key: value for file in (run / "global_step_3" / name).glob("*model*.safetensors")
+                for key, value in load_file(file).items()} for name in files}
+        for run in (one, whole, halves)
+    )  # fmt: skip
+    assert same(of_halves, of_whole)
+    assert read_samples(whole) == read_samples(one)
+    close(measured(whole), measured(one), steps=3)
+    for name in files:
+        assert of_whole[name].keys() == of_one[name].keys()
+        for key, value in of_one[name].items():
+            torch.testing.assert_close(of_whole[name][key], value, rtol=1e-4, atol=1e-5)
+        if name.endswith("adapter"):
+            left, right = (
+                json.loads((run / "global_step_3" / name / "adapter_config.json").read_text()) for run in (one, whole)
+            )
+            assert set(left.pop("target_modules")) == set(right.pop("target_modules"))  # peft writes a set
+            assert left == right
+    assert saved_again(inputs, tmp_path / "one", 2, one / "global_step_3", [STRATEGY, f"{PP}=2", *ADAPTERS])
+    assert saved_again(inputs, tmp_path / "whole", 1, whole / "global_step_3", ADAPTERS)
+
+
+@needs_megatron
+def test_adapters_of_a_mixture_of_experts_are_refused(inputs: Path, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "mixture", "qwen2_moe")
+    given = ["actor_rollout_ref.model.lora_rank=2", f"actor_rollout_ref.model.path={tmp_path / 'mixture'}", STRATEGY]
+    with pytest.raises(ValueError, match=r"model\.lora_rank=2: Megatron trains adapters of dense models only, and "):
+        build_run(load_config(None, [*overrides(inputs, tmp_path, 2, 1), *given]))
 
 
 BAD: dict[str, tuple[list[str], str]] = {

@@ -99,14 +99,18 @@ def test_a_resumed_run_is_the_uninterrupted_one(inputs: Path, kind: str) -> None
 
 @needs_megatron
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", STAND_INS)
-def test_a_server_gets_the_weights_of_megatrons_ranks(inputs: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put together from two ranks that share the matrices: samples of steps 1 and 2 are the policy's."""
+@pytest.mark.parametrize(("kind", "rank"), [*((kind, 0) for kind in STAND_INS), ("vllm", 4)])
+def test_a_server_gets_the_weights_of_megatrons_ranks(
+    inputs: Path, kind: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Put together from two ranks that share the matrices, or the adapters: samples of steps 1 and 2 are the
+    policy's."""
     monkeypatch.setattr(groups, "_start_group", ForkedGroup)
     actor = "actor_rollout_ref.actor"
     sizes = [f"{actor}.megatron.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"]
     two = [f"{actor}.strategy=megatron", "trainer.total_training_steps=2", f"{ROLLOUT}.name={kind}", *sizes]
-    with another_server(inputs / "model", kind) as url:
+    two += [f"actor_rollout_ref.model.lora_rank={rank}"]
+    with another_server(inputs / "model", kind, **({"rank": 8} if rank else {})) as url:
         run = train([*base_overrides(inputs, inputs / "run"), *SETTINGS, *two, url])
     check_steps(run, 1, 2)
     moved = measured(run)

@@ -152,13 +152,16 @@ class Architecture:
             return self.active_experts * self.expert_width + self.shared_width
         return self.intermediate
 
-    def adapter(self, rank: int) -> int:
-        """Return the number of weights of LoRA adapters on all linear layers; experts that are fused have none."""
-        width, query, kv = self.hidden, self.heads * self.head_size, self.kv_heads * self.head_size
-        shapes = [(width, query), (width, kv), (width, kv), (query, width)]
+    def adapter(self, rank: int, tensor: int = 1) -> int:
+        """Return the number of weights of LoRA adapters on all linear layers; experts that are fused have none.
+
+        With tensor parallelism over `tensor` ranks, that of one: the side of a layer that is split is split in its
+        adapter.
+        """
+        query, kv = self.heads * self.head_size, self.kv_heads * self.head_size
         mlp = self.shared_width if self.experts else self.intermediate
-        shapes += [(width, mlp), (width, mlp), (mlp, width)] if mlp else []
-        return self.layers * rank * sum(map(sum, shapes))
+        split = [query, kv, kv, query, *([mlp] * 3 if mlp else [])]
+        return self.layers * rank * sum(self.hidden + width // tensor for width in split)
 
 
 def _qwen2(hidden: int, layers: int, heads: int, kv: int, width: int, vocabulary: int, tied: bool) -> Architecture:

@@ -159,7 +159,9 @@ def smallest_changes(planner: Planner, limit: int = 5) -> list[Change]:
     """
     config = planner.config
     adapters: list[Values] = [{}]
-    if not config.actor_rollout_ref.model.lora_rank and config.actor_rollout_ref.actor.strategy != "megatron":
+    by_megatron, sizes = config.actor_rollout_ref.actor.strategy == "megatron", planner.policy
+    adapts = not (by_megatron and (sizes.experts or sizes.latent))  # Megatron holds adapters of dense models
+    if not config.actor_rollout_ref.model.lora_rank and adapts:
         adapters.append({LORA: LORA_RANK})
         if "critic" in planner.models and not config.critic.model.lora_rank:
             adapters.append({LORA: LORA_RANK, CRITIC_LORA: LORA_RANK})

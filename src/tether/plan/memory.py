@@ -150,6 +150,17 @@ def megatron_state(sizes: Architecture, layout: Layout, ranks: int, number: int)
     )
 
 
+def _megatron_adapter(model: Model) -> list[tuple[float, int]]:
+    """Return the pairs of `megatron_held` for adapters on all linear layers; none without."""
+    sizes, layout = model.sizes, model.layout
+    assert layout
+    if not model.adapter:
+        return []
+    rank, fullest = model.adapter / sizes.adapter(1), max(layout.layers_by_stage(sizes.layers))
+    number = rank * sizes.adapter(1, layout.tensor) * fullest / sizes.layers
+    return [(number, model.ranks // (layout.tensor * layout.pipeline))]
+
+
 def at_rest(model: Model) -> tuple[Parts, Parts]:
     """Return what a model keeps on its device and on the host while another one runs."""
     device, host, role = Parts(), Parts(), model.role
@@ -157,14 +168,15 @@ def at_rest(model: Model) -> tuple[Parts, Parts]:
     optimizer = host if model.on_host or model.optimizer_rests_on_host else device
     if model.layout:
         pairs = megatron_held(model.sizes, model.layout, model.ranks, has_head=model.has_head)
-        count = sum(number for number, _ in pairs)
-        weights[f"{role} weights"] = count * model.number
+        adapter = _megatron_adapter(model)
+        weights[f"{role} weights"] = model.number * sum(number for number, _ in pairs + adapter)
         if model.trained:
+            learned = adapter or pairs
             optimizer_bytes = MOMENTS + (MASTER if model.number == 2 else 0)
-            shared = sum(number / (holders if model.shares_optimizer else 1) for number, holders in pairs)
+            shared = sum(number / (holders if model.shares_optimizer else 1) for number, holders in learned)
             optimizer[f"{role} optimizer"] = optimizer_bytes * shared
             if not model.gradients_are_freed:
-                device[f"{role} gradients"] = SUM * count
+                device[f"{role} gradients"] = SUM * sum(number for number, _ in learned)
         return device, host
     shards = model.shards if model.sharded else 1
     if model.sharded:
@@ -255,7 +267,8 @@ def _gradients(model: Model) -> Parts:
     name = f"{model.role} gradients"
     if model.layout:
         pairs = megatron_held(model.sizes, model.layout, model.ranks, has_head=model.has_head)
-        return {name: SUM * sum(number for number, _ in pairs)} if model.gradients_are_freed else {}
+        learned = sum(number for number, _ in _megatron_adapter(model) or pairs)
+        return {name: SUM * learned} if model.gradients_are_freed else {}
     if model.on_host:
         return {}
     return {name: SUM * model.learned / (model.shards if model.sharded else 1)}

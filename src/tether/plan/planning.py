@@ -345,6 +345,9 @@ class Planner:
             named |= {"num_experts": arch.experts, "moe_intermediate_size": arch.expert_width}
             named |= {"shared_expert_intermediate_size": arch.shared_width}
         layouts.check(layout, SimpleNamespace(**named), model.ranks, f"{section}.megatron.")
+        if model.adapter:
+            key = "critic.model" if name == "critic" else "actor_rollout_ref.model"
+            layouts.check_adapters(model.adapter // arch.adapter(1), SimpleNamespace(**named), key)
         trained = not isinstance(role, RefConfig)
         return replace(
             model,

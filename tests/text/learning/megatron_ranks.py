@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -29,8 +30,10 @@ from tests.text.learning.test_fsdp import (
     SELECTING,
     TOKENS,
     VALUES,
+    adapted,
     distance,
     same_state,
+    save_adapted,
     saved_state,
 )
 from tests.tiny import tiny_model
@@ -41,6 +44,7 @@ from tether.integrations.megatron.engine import MegatronEngine, MegatronOptions
 from tether.integrations.megatron.shards import main_grad
 from tether.loop.engine import LossSpec, Updated, UpdatePlan
 from tether.loop.incident import replay
+from tether.text.learning.engines.copies import empty_copy
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.losses import PolicyForward, ValueForward
 from tether.text.learning.packing import Assign, MicroBatching, MiniBatch, balanced, divide, mini_batches, token_rows
@@ -82,11 +86,16 @@ def make_megatron(
     role = "policy" if model.get_output_embeddings() is not None else "critic"
     names = [field.name for field in dataclasses.fields(MegatronOptions)]
     options = {name: rest.pop(name) for name in names if name in rest}
+    empty, state = empty_model("", model.config, critic=role == "critic"), dict(model.state_dict())
+    if hasattr(model, "peft_config"):
+        empty = empty_copy(model)
+        rest["adapter"] = {name: state.pop(name) for name, p in model.named_parameters() if p.requires_grad}
+        state = {name.replace(".base_layer.", "."): value for name, value in state.items()}
     return MegatronEngine(
-        empty_model("", model.config, critic=role == "critic"),
+        empty,
         micro,
         rest.pop("optimizer", OPTIONS),
-        weights=dict(model.state_dict()),
+        weights=state,
         device=torch.device("cpu"),
         role=role,
         options=MegatronOptions(layout, **options),
@@ -207,11 +216,16 @@ def updates(
     return distance(whole_weights(megatron), expected_weights), found.metrics, expected.metrics, far
 
 
+def to_float32(batch: TrainBatch) -> None:
+    """What a policy in bfloat16 is trained with."""
+    for name in ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs"):
+        setattr(batch, name, getattr(batch, name).float())
+
+
 def narrow(layout: MegatronLayout) -> tuple[float, float]:
     """How far weights are that were updated in bfloat16 beside float32 masters; and the masters themselves."""
     batch = make_batch(policy_of(layout), critic_of(layout))
-    for name in ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs"):
-        setattr(batch, name, getattr(batch, name).float())
+    to_float32(batch)
     policies = [policy_of(layout, dtype=torch.float32, tie_word_embeddings=True) for _ in range(2)]
     engine = LocalEngine(policies[0], FOUR_ROWS, OPTIONS, compute_dtype=torch.bfloat16)
     megatron = make_megatron(policies[1], FOUR_ROWS, layout, compute_dtype=torch.bfloat16)
@@ -306,6 +320,130 @@ def everything(folder: Path, layout: MegatronLayout, full: bool) -> dict[str, An
             for options in (dict.fromkeys(MEMORY, True), {"distributed_optimizer": False})
         }
     return found
+
+
+ONE_KEY_HEAD = {"num_key_value_heads": 1}  # which two ranks share
+SOME = ("q_proj", "v_proj", "up_proj", "down_proj")  # of layers that Megatron fuses, and without the last one's input
+
+
+def qwen_of(layout: MegatronLayout, **options: Any) -> PreTrainedModel:
+    """A policy with biases and a tied head."""
+    model = tiny_model("qwen2", dtype=torch.float64, **depth(layout), **options)
+    use_tether_attention(model)
+    return model
+
+
+def adapter_gradients(layout: MegatronLayout, full: bool) -> Iterator[tuple[str, float]]:
+    """How far gradients of adapters, and of a critic's head beside them, are from those of one process; unless `full`,
+    of one policy."""
+    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    policy, critic, qwen = (partial(make, layout) for make in (policy_of, critic_of, qwen_of))
+    batch = make_batch(policy(), critic())
+    layers = "[03]" if layout.virtual_pipeline else "1"  # the others have nothing to train
+    models: dict[str, tuple[Make, LossSpec]] = {
+        "policy": (partial(adapted, policy), LOSS),
+        "some layers": (partial(adapted, qwen, target_modules=SOME), LOSS),
+        "one key head": (partial(adapted, partial(qwen, **ONE_KEY_HEAD), alpha=3), LOSS),
+        "one layer": (partial(adapted, policy, target_modules=rf".*\.layers\.{layers}\.mlp\.gate_proj"), LOSS),
+        "critic": (partial(adapted, critic), VALUES),
+    }
+    if layout.pipeline > 1 and not layout.virtual_pipeline:
+        models.pop("one layer")  # see `adapter_refusals`
+    for name, (make, loss) in models.items() if full else [("some layers", models["some layers"])]:
+        engine = make_engine(make())
+        engine.accumulate_gradients(batch, loss)
+        expected = {name: value for name, value in local_gradients(engine.model).items() if value.any()}
+        for how, micro, overrides in ((", recomputed", TOKENS, recomputed), ("", FOUR_ROWS, {}))[: 1 + full]:
+            found = whole_gradients(make_megatron(make(), micro, layout, overrides=overrides), batch, loss)
+            yield name + how, distance({name: found[name] for name in expected}, expected)
+
+
+def adapter_refusals(layout: MegatronLayout) -> list[str]:
+    """Why adapters of the head, and of a pipeline's last layer alone, are refused."""
+    errors = []
+    for targets in (("lm_head", "q_proj"), r".*\.layers\.1\.mlp\.gate_proj"):
+        try:
+            make_megatron(adapted(partial(policy_of, layout), target_modules=targets), FOUR_ROWS, layout)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def of_adapters(folder: Path, layout: MegatronLayout, full: bool) -> dict[str, Any]:
+    """How far adapters are from those of one process: gradients, updates, the reference, and what is saved."""
+    make = partial(adapted, partial(policy_of, layout))
+    batch = make_batch(policy_of(layout), critic_of(layout))
+    found: dict[str, Any] = {"gradients": dict(adapter_gradients(layout, full))}
+    engine = make_engine(make(), FOUR_ROWS)
+    megatron = make_megatron(make(), FOUR_ROWS, layout)
+    reference, before = megatron.frozen(FOUR_ROWS), whole_weights(megatron)
+    for step in range(1 + full):
+        expected = engine.update(batch, LOSS, PLAN, step)
+        updated = learn(megatron, batch, LOSS, PLAN, step)
+    found["norm"] = updated.metrics["grad_norm"] / expected.metrics["grad_norm"] - 1
+    after, ours = whole_weights(megatron), weights(engine.model)
+    learned = [name for name, p in engine.model.named_parameters() if p.requires_grad]
+    found["frozen"] = all(torch.equal(after[name], before[name]) for name in after.keys() - set(learned))
+    found["weights"] = distance({name: after[name] for name in learned}, {name: ours[name] for name in learned})
+    rows, _ = share(megatron, batch, mini_batches(batch.response_mask, UpdatePlan(ROWS), 0))
+    inferred = reference.infer(batch[rows], PolicyForward())
+    far = None
+    if inferred is not None:
+        with torch.no_grad():
+            base = PolicyForward()(policy_of(layout), batch[rows])
+        far = float((inferred.log_probs - base.log_probs).abs().max())
+    found["reference"] = of_speaker(far)
+    found["resumed"] = adapters_resumed(folder, engine, layout)
+    if full:
+        resting = {**dict.fromkeys(MEMORY, True), "distributed_optimizer": False}
+        elsewhere = make_megatron(make(), FOUR_ROWS, layout, **resting)
+        for step in range(2):
+            learn(elsewhere, batch, LOSS, PLAN, step)
+        found |= {"refused": adapter_refusals(layout), "memory": same_bits(whole_weights(elsewhere), after)}
+        found["narrow"] = narrow_adapters(layout)
+    return found
+
+
+def narrow_adapters(layout: MegatronLayout) -> tuple[float, bool]:
+    """How far the gradient's norm in bfloat16 is from that of one process in bfloat16; and whether float32 masters are
+    saved, of which the model computes with the rounded values."""
+    batch = make_batch(policy_of(layout), critic_of(layout))
+    to_float32(batch)
+    policies = [adapted(partial(policy_of, layout, dtype=torch.float32)) for _ in range(2)]
+    engine = LocalEngine(policies[0], FOUR_ROWS, OPTIONS, compute_dtype=torch.bfloat16)
+    megatron = make_megatron(policies[1], FOUR_ROWS, layout, compute_dtype=torch.bfloat16)
+    norms = [
+        updated.metrics["grad_norm"]
+        for updated in (engine.update(batch, LOSS, UpdatePlan(ROWS), 0), learn(megatron, batch, LOSS, UpdatePlan(ROWS)))
+    ]
+    exported, whole = whole_weights(megatron), megatron.whole_model()
+    if whole is None:
+        return norms[1] / norms[0] - 1, True
+    masters = {name: value for name, value in weights(whole).items() if ".lora_" in name}
+    fine = all(value.dtype == torch.float32 for value in weights(whole).values())
+    fine = fine and not any(torch.equal(value, value.bfloat16().float()) for value in masters.values())
+    rounded = {name: value.bfloat16() for name, value in weights(whole).items()}
+    return norms[1] / norms[0] - 1, fine and same_bits(rounded, exported)
+
+
+def adapters_resumed(folder: Path, engine: LocalEngine, layout: MegatronLayout) -> bool:
+    """Adapters and state of one process go to these ranks and back without a bit lost; the merged model, too."""
+    megatron = make_megatron(engine.model, FOUR_ROWS, layout, save=save_adapted)
+    if dist.get_rank() == 0:
+        save_state(folder / "one.pt", engine.state_dict())
+        save_adapted(engine.model, folder / "one/actor")
+    dist.barrier()
+    assert megatron.load_state(folder / "one.pt") == engine.version
+    back = saved_state(megatron, folder / "ranks")
+    if dist.get_rank() > 0:
+        return True
+    megatron.check_saving(folder / "tried/actor")
+    left, right = (load_file(folder / name / "adapter/adapter_model.safetensors") for name in ("one", "ranks"))
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder / name / "actor", dtype=torch.float64) for name in ("one", "ranks")
+    ]
+    same = same_bits(*map(weights, models)) and same_bits(left, right)
+    return same and same_state(back, copy.deepcopy(engine.state_dict()))
 
 
 def balanced_gradients(layout: MegatronLayout) -> tuple[float, float]:

@@ -182,17 +182,24 @@ def inferred(sharding: dict[str, Any]) -> Iterator[tuple[str, float]]:
                 yield field.name, float((getattr(found, field.name) - value[rows]).abs().max())
 
 
-def adapted(make: Callable[[], PreTrainedModel] = make_policy) -> PreTrainedModel:
+def adapted(make: Callable[[], PreTrainedModel] = make_policy, **options: Any) -> PreTrainedModel:
     """A model with adapters that already do something."""
     lora = pytest.importorskip("tether.text.models.lora")
     model = make()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        lora.add_lora(model, lora.LoraOptions(rank=2))
+        lora.add_lora(model, lora.LoraOptions(rank=2, **options))
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
     return model
+
+
+def save_adapted(model: PreTrainedModel, where: Path) -> None:
+    """Save a model with adapters as runs do: merged, and the adapters beside it."""
+    lora = pytest.importorskip("tether.text.models.lora")
+    lora.save_merged(model, where)
+    lora.save_adapter(model, adapter_folder(where))
 
 
 def adapters(folder: Path, sharding: dict[str, Any]) -> dict[str, float]:
@@ -237,14 +244,9 @@ def adapters(folder: Path, sharding: dict[str, Any]) -> dict[str, float]:
 def adapted_critic(folder: Path, sharding: dict[str, Any]) -> dict[str, float]:
     """How far gradients, the merged critic and its adapter on disk are from one process's."""
     lora = pytest.importorskip("tether.text.models.lora")
-
-    def save(model: PreTrainedModel, where: Path) -> None:
-        lora.save_merged(model, where)
-        lora.save_adapter(model, adapter_folder(where))
-
     batch = make_batch(make_policy(), make_critic())
     engine = make_engine(adapted(make_critic), FOUR_ROWS)
-    sharded = make_fsdp(adapted(make_critic), FOUR_ROWS, save=save, **sharding)
+    sharded = make_fsdp(adapted(make_critic), FOUR_ROWS, save=save_adapted, **sharding)
     engine.accumulate_gradients(batch, VALUES)
     found = {"gradients": distance(whole_gradients(sharded, batch, VALUES), local_gradients(engine.model))}
     engine.update(batch, VALUES, PLAN, 0)

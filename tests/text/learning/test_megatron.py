@@ -40,6 +40,14 @@ OF_EXPERTS: dict[str, tuple[int, MegatronLayout]] = {
     "TP 2, all experts whole": (2, MegatronLayout(tensor=2, expert_tensor=1, sequence_parallel=True)),
     "2 replicas, experts in parts": (2, MegatronLayout(expert_tensor=2)),
 }
+OF_ADAPTERS: dict[str, tuple[int, MegatronLayout]] = {
+    "TP 2": (2, MegatronLayout(tensor=2)),
+    "TP 2, sequence parallel": (2, MegatronLayout(tensor=2, sequence_parallel=True)),
+    "PP 2": (2, MegatronLayout(pipeline=2)),
+    "TP 2, PP 2, sequence parallel": (4, MegatronLayout(tensor=2, pipeline=2, sequence_parallel=True)),
+    "PP 2, 2 virtual stages, CP 2": (4, MegatronLayout(pipeline=2, virtual_pipeline=2, context=2)),
+    "TP 2, 2 replicas": (4, MegatronLayout(tensor=2)),
+}
 REPLAYED: dict[str, tuple[str, MegatronLayout]] = {
     "EP 2": ("qwen2_moe", MegatronLayout(expert=2)),
     "PP 2": ("qwen2_moe", MegatronLayout(pipeline=2)),
@@ -152,3 +160,33 @@ def test_experts_that_are_given_are_chosen(name: str, tmp_path: Path) -> None:
     for same, far in spoken:
         assert same
         assert far < tolerance
+
+
+@pytest.mark.parametrize(
+    ("name", "full"),
+    [("TP 2, sequence parallel", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in OF_ADAPTERS)],
+)
+def test_adapters_are_those_of_one_process(name: str, full: bool, tmp_path: Path) -> None:
+    """Those of layers that Megatron fuses, too, and of some of them alone; all other weights stay as they are."""
+    pytest.importorskip("peft")
+    work = importlib.import_module("tests.text.learning.megatron_ranks").of_adapters
+    ranks, layout = OF_ADAPTERS[name]
+    found = on_ranks(tmp_path, ranks, work, tmp_path, layout, full)
+    assert {case: far for case, far in found["gradients"].items() if not far < TOLERANCE} == {}
+    assert abs(found["norm"]) < 1e-8
+    assert found["frozen"]
+    assert found["weights"] < 1e-8
+    spoken = [far for far in found["reference"] if far is not None]
+    assert spoken
+    assert max(spoken) < TOLERANCE
+    assert found["resumed"]
+    if not full:
+        return
+    assert len(found["gradients"]) >= 8
+    assert found["memory"], "where weights and state rest changes no bit"
+    far, masters_are_saved = found["narrow"]
+    assert abs(far) < 0.05
+    assert masters_are_saved
+    assert "lm_head would get an adapter, which Megatron holds in attention and MLP alone" in found["refused"][0]
+    stages = [error for error in found["refused"][1:] if "leave a pipeline stage without an adapter" in error]
+    assert len(stages) == (layout.pipeline > 1)

@@ -6,8 +6,8 @@ from functools import reduce
 from typing import Any
 
 from tether.config.devices import PATH, device_count, devices_of, misplaced, uses_megatron
-from tether.config.keys import show, values_of
-from tether.config.kl import full_kl_setting, has_reference, reference_runs_with_actor
+from tether.config.keys import show
+from tether.config.kl import full_kl_setting, has_reference, reference_is_policy, reference_runs_with_actor
 from tether.config.problems import Problem
 from tether.config.rules.shapes import Condition, Rule
 from tether.config.schema.root import RunConfig
@@ -114,6 +114,9 @@ def weights_of_megatron(role: str, when: Condition) -> Rule:
         if not mine[0] or not when(cfg) or (role == REFERENCE and mine == theirs):
             return None
         key, path = f"{role}.megatron.use_dist_checkpointing", f"{role}.megatron.dist_checkpointing_path"
+        if role == REFERENCE and reference_is_policy(cfg):
+            what = "True reads weights for a reference that is the policy without adapter (model.lora_rank)"
+            return Problem(key, what, f"leave {key} out")
         if mine[1] is None:
             return Problem(key, f"True reads weights from {path}, which is null", "set it to the directory")
         if uses_megatron(cfg):
@@ -123,20 +126,6 @@ def weights_of_megatron(role: str, when: Condition) -> Rule:
         what = f"{ACTOR}.strategy={strategy}" if strategy != "megatron" else alone
         fix = f"leave {key} out to read model.path, or train with strategy=megatron on several devices"
         return Problem(key, f"True has Megatron's ranks read weights, and there are none: {what}", fix)
-
-    return rule
-
-
-def trains_whole(model: str, when: Condition) -> Rule:
-    """Megatron's layers do not support adapters."""
-
-    def rule(cfg: RunConfig) -> Problem | None:
-        key = f"{model}.lora_rank"
-        rank = values_of(cfg)[key]
-        if not uses_megatron(cfg) or not rank or not when(cfg):
-            return None
-        what = f"{rank} asks for adapters, which Megatron ({ACTOR}.strategy) does not hold"
-        return Problem(key, what, f"leave {key} out")
 
     return rule
 
@@ -170,7 +159,5 @@ MEGATRON_RULES: tuple[Rule, ...] = (
     *(weights_of_megatron(role, when) for role, when in ((ACTOR, lambda cfg: True), *ROLES)),
     sizes_divide_devices,
     pieces_have_a_pipeline,
-    trains_whole("actor_rollout_ref.model", lambda cfg: True),
-    trains_whole("critic.model", _has_critic),
     reference_is_not_beside_the_policy,
 )

@@ -11,18 +11,19 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tether.config import RunConfig, models_of, placed
-from tether.config.schema import ActorConfig, CriticConfig, RefConfig
+from tether.config import RunConfig, models_of, placed, reference_is_policy
+from tether.config.schema import ActorConfig, BackboneConfig, CriticConfig, RefConfig
 from tether.distributed.groups import RankGroups
 from tether.integrations.megatron import check
-from tether.integrations.megatron.layout import FIRST, LAST, layout_of
+from tether.integrations.megatron.layout import FIRST, LAST, check_adapters, layout_of
 from tether.integrations.megatron.version import check_version
 from tether.runtime.install import pip_install
 from tether.runtime.objects import is_object
-from tether.text.learning.build import actor_engine, critic_engine, reference_engine
-from tether.text.learning.engines.copies import with_weights
+from tether.text.learning.build import actor_engine, critic_engine, insert_adapter, reference_engine
+from tether.text.learning.engines.copies import empty_copy, with_weights
 from tether.text.learning.losses import ReferenceModel
 from tether.text.loading import DTYPES, on_device
 from tether.text.models.empty import empty_model
@@ -53,8 +54,7 @@ def overrides_of(config: RunConfig, role: Role) -> dict[str, object]:
     """Return the entries of Megatron's config that a role changes; gradient checkpointing recomputes layers."""
     configured = role.megatron.override_transformer_config
     overrides = {name: value for name, value in configured.items() if value is not None and name not in NOT_MEGATRONS}
-    model = config.critic.model if isinstance(role, CriticConfig) else config.actor_rollout_ref.model
-    if "recompute_granularity" not in overrides and model.enable_gradient_checkpointing:
+    if "recompute_granularity" not in overrides and _model_of(config, role).enable_gradient_checkpointing:
         overrides["recompute_granularity"] = "full"
     if overrides.get("recompute_granularity") == "full":
         overrides = {"recompute_method": "uniform", "recompute_num_layers": 1} | overrides
@@ -103,6 +103,8 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, ch
         hf_config = _hf_config(config, role, path)
         prefix = f"{name}.megatron."
         families.check_family(hf_config)
+        rank = 0 if model == "reference" else _model_of(config, role).lora_rank
+        check_adapters(rank, hf_config, "critic.model" if model == "critic" else "actor_rollout_ref.model")
         check(layout, hf_config, len(devices[model]), prefix)
         try:
             with warnings.catch_warnings():
@@ -112,7 +114,8 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, ch
             key = "override_transformer_config"
             message = str(error) if str(error).startswith(key) else f"{key}: Megatron refuses it: {error}"
             raise ValueError(f"{prefix}{message}") from error
-        if role.megatron.use_dist_checkpointing and (checkpoint is None or model == "reference"):
+        from_start = checkpoint is None or model == "reference" or rank > 0
+        if role.megatron.use_dist_checkpointing and from_start:
             _check_weights(role, prefix, empty_model(path, hf_config, critic=model == "critic"))
 
 
@@ -136,7 +139,7 @@ def _dist_checkpoint(role: Role, hf_config: PreTrainedConfig) -> Any:
 
 def _hf_config(config: RunConfig, role: Role, path: Path | str) -> PreTrainedConfig:
     """Load a role's model config with the run's changes, as transformers' own class, to which the mapping applies."""
-    model = config.critic.model if isinstance(role, CriticConfig) else config.actor_rollout_ref.model
+    model = _model_of(config, role)
     trusted, changed = model.trust_remote_code, model.override_config
     return load_config(path, trust_remote_code=trusted, override_config=changed, own_class=True)
 
@@ -159,33 +162,64 @@ def megatron_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -
             optimizer_rests_on_host=trained and getattr(sizes, "optimizer_offload"),  # noqa: B009
         )
         weights: Any = folder
-        if sizes.use_dist_checkpointing and not (trained and sources.checkpoint):
+        if sizes.use_dist_checkpointing and (sources.checkpoint is None or folder.parent != sources.checkpoint):
             weights = _dist_checkpoint(section, _hf_config(config, section, folder))
         return partial(engine.MegatronEngine, weights=weights, device=sources.device, options=options, **kwargs)
 
     start = _folder(sources.model_path)
-    folder = sources.checkpoint / "actor" if sources.checkpoint else start
+    saved = sources.checkpoint / "actor" if sources.checkpoint else None
+    folder = saved if saved and not settings.model.lora_rank else start
     hf_config = _hf_config(config, settings.actor, folder)
     components: dict[str, Any] = {}
     if "actor" in names:
-        policy = empty_model(folder, hf_config)
-        actor = actor_engine(config, policy, None, tokenizer, steps, incidents, make("actor", folder))
+        policy, adapter = _with_adapter(config, settings.actor, empty_model(folder, hf_config), saved)
+        of_actor = make("actor", folder, adapter=adapter)
+        actor = actor_engine(config, policy, None, tokenizer, steps, incidents, of_actor)
         components["actor"] = actor
         if settings.rollout.name in SERVERS:
             components["card"] = PolicyCard.of(policy)
         else:
             components["sampler"] = _sampler(config, policy, sources)
     if "critic" in names:
-        where = sources.checkpoint / "critic" if sources.checkpoint else _folder(sources.critic_path)
+        saved = sources.checkpoint / "critic" if sources.checkpoint else None
+        where = saved if saved and not config.critic.model.lora_rank else _folder(sources.critic_path)
         critic = empty_model(where, _hf_config(config, config.critic, where), critic=True)
-        of_critic = make("critic", where, role="critic")
+        critic, adapter = _with_adapter(config, config.critic, critic, saved)
+        of_critic = make("critic", where, role="critic", adapter=adapter)
         components["critic"] = critic_engine(config, critic, tokenizer, steps, incidents, of_critic)
-    if "reference" in names:
+    if "reference" in names and reference_is_policy(config):
+        twin = lambda model, micro, during: components["actor"].frozen(micro)  # noqa: E731
+        components["reference"] = reference_engine(config, ReferenceModel(policy), twin)
+    elif "reference" in names:
         dtype = DTYPES[settings.ref.fsdp_config.dtype]
         of_reference = make("reference", start, compute_dtype=dtype)
         alone = lambda model, micro, during: of_reference(model, micro)  # noqa: E731
         components["reference"] = reference_engine(config, ReferenceModel(empty_model(start, hf_config)), alone)
     return components
+
+
+def _with_adapter(
+    config: RunConfig, role: Role, model: PreTrainedModel, saved: Path | None
+) -> tuple[PreTrainedModel, dict[str, Tensor] | None]:
+    """Return a model without weights with the adapter of its section, and the adapter's values on the CPU, with those
+    of a critic's head that comes with it; None without adapter."""
+    section, settings = (
+        "critic.model" if isinstance(role, CriticConfig) else "actor_rollout_ref.model",
+        _model_of(config, role),
+    )
+    if not settings.lora_rank:
+        return model, None
+    # peft puts an adapter where the weights are: placeholders with the memory of one number have it drawn on the CPU,
+    # as the other engines do.
+    adapted = with_weights(model, (torch.zeros(1).expand(p.shape) for p in model.parameters()))
+    placeholders = set(adapted.parameters())
+    insert_adapter(adapted, settings, section, saved, config.trainer.seed)
+    values = {name: p.detach() for name, p in adapted.named_parameters() if p not in placeholders}
+    return empty_copy(adapted), values
+
+
+def _model_of(config: RunConfig, role: Role) -> BackboneConfig:
+    return config.critic.model if isinstance(role, CriticConfig) else config.actor_rollout_ref.model
 
 
 def _sampler(config: RunConfig, policy: PreTrainedModel, sources: Sources) -> NativeEngine:

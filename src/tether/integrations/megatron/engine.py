@@ -8,6 +8,7 @@ that of the other engines (`megatron_shards`), so that a checkpoint does not dep
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from tether.algorithms import Metric
 from tether.batch import TrainBatch, WeightUpdate, on_device
 from tether.checkpoints import load_state, save_moments, save_state
 from tether.integrations.megatron import MegatronLayout, groups
+from tether.integrations.megatron.adapters import Adapter, Adapters, adapters_off
 from tether.integrations.megatron.dist_checkpoint import DistCheckpoint
 from tether.integrations.megatron.head import StatesHead
 from tether.integrations.megatron.layout import experts_of
@@ -82,6 +84,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         micro: limits of a replica's forward and backward pass.
         optimizer: None for a model that is not trained.
         weights: a folder of safetensors, a Megatron checkpoint, or tensors by the names of `empty`.
+        adapter: values of the LoRA adapters that `empty` has, and of a critic's head if they come with one.
         device: the rank's device.
         role: which head the backbone has.
         options: how the ranks share the model.
@@ -96,6 +99,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         optimizer: OptimizerOptions | None = None,
         *,
         weights: Path | DistCheckpoint | Mapping[str, Tensor],
+        adapter: Mapping[str, Tensor] | None = None,
         device: torch.device,
         role: Role = "policy",
         options: MegatronOptions = MegatronOptions(),
@@ -104,6 +108,7 @@ class MegatronEngine(RanksEngine[Outputs]):
     ) -> None:
         self._empty, self._device, self._options = empty, device, options
         self._names = [name for name, _ in empty.named_parameters()]
+        self._trained_names = [name for name, p in empty.named_parameters() if p.requires_grad]
         written = zip(self._names, writers(empty, dist.get_world_size()), strict=True)
         self._mine = {name for name, writer in written if writer == dist.get_rank()}
         self._buffers = {name for name, _ in empty.named_buffers()} & set(empty.state_dict())
@@ -111,7 +116,13 @@ class MegatronEngine(RanksEngine[Outputs]):
         groups.start(options.layout)
         trains = optimizer is not None
         self.megatron: MegatronModel = build(
-            empty.config, options.layout, role=role, dtype=compute_dtype, overrides=options.overrides, trainable=trains
+            empty.config,
+            options.layout,
+            role=role,
+            dtype=compute_dtype,
+            overrides=options.overrides,
+            trainable=trains,
+            adapters=Adapters.of(empty),
         )
         every = from_all(self.place())
         self.speakers = [[place == (replica, True) for place in every].index(True) for replica in range(_replicas())]
@@ -124,11 +135,16 @@ class MegatronEngine(RanksEngine[Outputs]):
         if trains:
             wide = compute_dtype in (torch.bfloat16, torch.float16)
             ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=wide)
-            self._chunks = [DistributedDataParallel(config, ddp, chunk) for chunk in self.megatron.chunks]
             pairs = [(p, _holders(p)) for chunk in self.megatron.chunks for p in chunk.parameters() if p.requires_grad]
+            if not all(from_all(bool(pairs))):
+                raise ValueError(
+                    "target_modules and exclude_modules leave a pipeline stage without an adapter, so that it has "
+                    "nothing to train. Give a layer of each stage one, or lower pipeline_model_parallel_size."
+                )
+            self._chunks = [DistributedDataParallel(config, ddp, chunk) for chunk in self.megatron.chunks]
             self.shards = Shards(pairs, distributed=options.distributed_optimizer)
         self._split = {p for chunk in self.megatron.chunks for p in split_parameters(chunk)}
-        self._read(weights)
+        self._read(weights, adapter)
         masters = [master for master in self.shards.masters() if len(master)]
         modules: Any = nn.ModuleList(self._chunks)
         super().__init__(modules, masters, micro, optimizer, **base_options)
@@ -139,6 +155,14 @@ class MegatronEngine(RanksEngine[Outputs]):
         shard_ranks = (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank())
         ends = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         return parallel_state.get_data_parallel_rank(), bool(ends and shard_ranks == (0, 0))
+
+    def frozen(self, micro: MicroBatching) -> MegatronEngine[Outputs]:
+        """Return an engine with the same weights that is not trained: the reference is the policy with its adapters
+        off."""
+        twin = copy.copy(self)
+        twin.micro = twin.infer_micro = micro
+        twin.optimizer, twin._during = None, adapters_off
+        return twin
 
     def described(self) -> str:
         """Describe the layers and the attention that run on this rank, for the user."""
@@ -175,7 +199,7 @@ class MegatronEngine(RanksEngine[Outputs]):
                     collected.append(outputs)
                 return torch.zeros((), device=self._device)
 
-            with torch.no_grad(), deterministic_kernels():  # as in the update
+            with torch.no_grad(), self._during(self.model), deterministic_kernels():  # as in the update
                 routed = self._pipeline(forward, [batch[rows] for rows in positions], keep, forward_only=True)
             for outputs, experts in zip(collected, routed, strict=False):
                 outputs.routed_experts = experts  # type: ignore[attr-defined]  # if the forward records them
@@ -341,7 +365,10 @@ class MegatronEngine(RanksEngine[Outputs]):
     def begin_saving(self, share: Path, name: str, with_state: bool = True) -> None:
         """Copy what this rank has to write and start writing it, as `FsdpEngine.begin_saving` does."""
         assert self._save, "a frozen model is not saved"
-        save, model = self._save, self._model_of(self._named(_master, self._mine | self._buffers))
+        save, names = self._save, self._mine | self._buffers
+        if self.megatron.adapters and dist.get_rank() == 0:  # which also writes all adapters separately
+            names |= set(self._trained_names)
+        model = self._model_of(self._named(_master, names))
         moments, state = (self._my_moments(), self._my_state()) if with_state else ({}, {})
 
         def write() -> None:
@@ -367,18 +394,19 @@ class MegatronEngine(RanksEngine[Outputs]):
         return model
 
     def _my_moments(self) -> dict[int, dict[str, Tensor]]:
-        """Return the moments of the weights that this rank writes, by their indices in the transformers model."""
+        """Return the moments of the weights that this rank writes, by their indices among those that are trained."""
         assert self.optimizer
         if not any(from_all(bool(self.optimizer.state))):
             return {}
-        moments = {moment: self._named(partial(self._moment, moment), self._mine) for moment in MOMENTS}
-        mine = [(number, name) for number, name in enumerate(self._names) if name in self._mine]
+        mine = [(number, name) for number, name in enumerate(self._trained_names) if name in self._mine]
+        names = {name for _, name in mine}
+        moments = {moment: self._named(partial(self._moment, moment), names, trained=True) for moment in MOMENTS}
         return {number: {moment: named[name] for moment, named in moments.items()} for number, name in mine}
 
     def _my_state(self) -> StateDict:
         """Return all training state except weights and moments."""
         assert self.optimizer
-        numbers = list(range(len(self._names)))
+        numbers = list(range(len(self._trained_names)))
         steps = from_all([moments["step"] for moments in list(self.optimizer.state.values())[:1]])
         (step,) = next(filter(None, steps), [None])
         groups = [group | {"params": numbers} for group in self.optimizer.state_dict()["param_groups"]]
@@ -390,15 +418,19 @@ class MegatronEngine(RanksEngine[Outputs]):
         moment: Tensor = self.optimizer.state[shard.master][name] if len(shard.master) else shard.master.detach()
         return moment
 
-    def _named(self, values: Callable[[Shard], Tensor], names: Collection[str]) -> dict[str, Tensor]:
-        """Return full tensors of one value per element of each master, for some names, copied to the CPU."""
+    def _named(
+        self, values: Callable[[Shard], Tensor], names: Collection[str], *, trained: bool = False
+    ) -> dict[str, Tensor]:
+        """Return full tensors of one value per element of each master, for some names, copied to the CPU in at least
+        float32; frozen weights have no master."""
         with self._on_device():
             tensors = self.shards.full_tensors(lambda shard: values(shard).to(self._device))
             with self.shards.holding(tensors):
-                return {name: to_cpu(value) for name, value in self._gathered() if name in names}
+                copies = {name: to_cpu(value) for name, value in self._gathered(trained=trained) if name in names}
+        return {name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in copies.items()}
 
-    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
-        return fused(self.megatron.export(), experts_of(self._empty.config) or 0)
+    def _gathered(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
+        return fused(self.megatron.export(trained=trained), experts_of(self._empty.config) or 0)
 
     def load_state(self, file: Path) -> int:
         """Load this rank's shards of a state that any engine and layout saved, and return its `version`."""
@@ -410,10 +442,11 @@ class MegatronEngine(RanksEngine[Outputs]):
             if not state["state"]:
                 return self.version
             for moment in MOMENTS:
-                named = Unfused({name: state["state"][number][moment] for number, name in enumerate(self._names)})
+                numbered = enumerate(self._trained_names)
+                named = Unfused({name: state["state"][number][moment] for number, name in numbered})
                 tensors = [torch.empty_like(shard.parameter, dtype=shard.master.dtype) for shard in self.shards]
                 with self.shards.holding(tensors):
-                    self.megatron.load(named, buffers=False)
+                    self.megatron.load(named, trained=True)
                 for shard, tensor in zip(self.shards, tensors, strict=True):
                     if len(shard.master):
                         self.optimizer.state[shard.master][moment] = shard.view_of(tensor).clone()
@@ -422,7 +455,9 @@ class MegatronEngine(RanksEngine[Outputs]):
             self._move_to_rest()
         return self.version
 
-    def _read(self, weights: Path | DistCheckpoint | Mapping[str, Tensor]) -> None:
+    def _read(
+        self, weights: Path | DistCheckpoint | Mapping[str, Tensor], adapter: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Load the weights, in the dtype of the masters if there are any."""
         wide = [
             torch.empty_like(shard.parameter, dtype=shard.master.dtype) if shard.is_copy else shard.parameter.data
@@ -430,6 +465,8 @@ class MegatronEngine(RanksEngine[Outputs]):
         ]
         with self.shards.holding(wide):
             self.megatron.load(Unfused(weights) if isinstance(weights, Mapping) else weights)
+            if adapter is not None:
+                self.megatron.load(adapter, trained=True)
         for shard, tensor in zip(self.shards, wide, strict=True):
             if shard.is_copy:
                 shard.master.data.copy_(shard.view_of(tensor))
@@ -489,6 +526,8 @@ def split_parameters(chunk: nn.Module) -> Iterator[nn.Parameter]:
                 yield module.weight
             if isinstance(module, ColumnParallelLinear) and module.bias is not None:
                 yield module.bias
+        elif isinstance(module, Adapter):
+            yield module.split
 
 
 def _master(shard: Shard) -> Tensor:

@@ -127,6 +127,25 @@ def check(layout: MegatronLayout, hf_config: Any, ranks: int, key_prefix: str) -
     _check_experts(layout, hf_config, key_prefix)
 
 
+def check_adapters(rank: int, hf_config: Any, section: str) -> None:
+    """Refuse LoRA adapters of a model that is not dense, with or without a layout.
+
+    Args:
+        rank: rank of the adapters; 0: the model has none.
+        hf_config: the model's config of transformers.
+        section: the section of the model, ``actor_rollout_ref.model`` or ``critic.model``.
+
+    Raises:
+        ValueError: the model has experts or latent attention.
+    """
+    kinds = {"experts": experts_of(hf_config), "latent attention": getattr(hf_config, "kv_lora_rank", None)}
+    if rank and (present := [kind for kind, size in kinds.items() if size]):
+        raise ValueError(
+            f"{section}.lora_rank={rank}: Megatron trains adapters of dense models only, and {section}.path has "
+            f"{' and '.join(present)}. Leave lora_rank out, or set actor_rollout_ref.actor.strategy=fsdp."
+        )
+
+
 def experts_of(hf_config: Any) -> int | None:
     """Return the number of routed experts per layer; None for a dense model."""
     for name in ("num_experts", "n_routed_experts", "num_local_experts"):

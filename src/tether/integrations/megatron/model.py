@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from torch import Tensor, nn
 
 from tether.integrations.megatron import cpu, without_te
+from tether.integrations.megatron.adapters import Adapters, insert
 from tether.integrations.megatron.attention import (
     Norm,
     PackedAttention,
@@ -53,6 +54,8 @@ class MegatronModel:
     """Megatron's TransformerConfig, the same object in all chunks."""
     chunks: list[GPTModel]
     """One per virtual stage."""
+    adapters: Adapters | None = None
+    """The layers that have LoRA adapters, beside which all weights but a critic's head are frozen."""
 
     @property
     def has_head(self) -> bool:
@@ -157,27 +160,45 @@ class MegatronModel:
         head: MegatronValueHead = self.chunks[-1].output_layer
         return head.values(states)
 
-    def load(self, source: Path | str | DistCheckpoint | Mapping[str, Tensor], *, buffers: bool = True) -> None:
+    def load(self, source: Path | str | DistCheckpoint | Mapping[str, Tensor], *, trained: bool = False) -> None:
         """Load this rank's slices from a source of whole tensors.
 
         Args:
             source: a folder in transformers' layout with safetensors, a Megatron checkpoint, or tensors by name.
-            buffers: False loads parameters only.
+            trained: True loads trained parameters only, such as adapters by peft's names; False all but adapters.
 
         Raises:
             ValueError: there are no safetensors, or a tensor is missing or has another shape.
         """
-        load_weights(self._placed(), Path(source) if isinstance(source, str) else source, buffers=buffers)
+        source = Path(source) if isinstance(source, str) else source
+        if trained and self.adapters and isinstance(source, Mapping):
+            source = self.adapters.with_zeros(source)
+        load_weights(self._placed(), source, trained=trained)
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each whole tensor under transformers' name and shape, on each rank.
+    def export(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield each whole tensor, or each trained one, under transformers' name and shape, on each rank. Beside
+        adapters the names are those of peft.
 
         It is collective: all ranks have to iterate to the end.
         """
-        return export_weights(self._placed())
+        exported = export_weights(self._placed(), trained=trained)
+        return self.adapters.renamed(exported) if self.adapters else exported
+
+    def insert_adapters(self, adapters: Adapters) -> None:
+        """Insert adapters without values into the frozen layers; a critic's head is trained beside them.
+
+        Raises:
+            ValueError: a layer cannot have one.
+        """
+        weights = list(self._placed().weights())
+        adapters.check(weights)
+        for chunk in self.chunks:
+            insert(chunk, adapters, weights)
+            if self.role == "critic" and chunk.post_process:
+                chunk.output_layer.requires_grad_(True)
 
     def _placed(self) -> Placed:
-        return Placed(self.hf_config, self.layout, self.role, self.chunks)
+        return Placed(self.hf_config, self.layout, self.role, self.chunks, self.adapters)
 
     def _filled(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
@@ -199,6 +220,7 @@ def build(
     dtype: torch.dtype,
     overrides: Mapping[str, object] | None = None,
     trainable: bool = True,
+    adapters: Adapters | None = None,
 ) -> MegatronModel:
     """Build this rank's shard of a model without loading its weights; call `tether.integrations.megatron.groups.start`
     before.
@@ -210,9 +232,11 @@ def build(
         dtype: of the weights.
         overrides: entries of Megatron's config (``override_transformer_config``).
         trainable: False for a reference model.
+        adapters: the layers that get adapters to train in place of the weights.
 
     Raises:
-        ValueError: the model has no mapping, or an override does not exist or is set elsewhere.
+        ValueError: the model has no mapping, an override does not exist or is set elsewhere, or a layer cannot have an
+            adapter.
     """
     check_family(hf_config)
     config = transformer_config(hf_config, layout, dtype, overrides or {})
@@ -222,9 +246,12 @@ def build(
     chunks = [_chunk(hf_config, config, role, stage if stages > 1 else None) for stage in range(stages)]
     cpu.install()  # again, for modules that were imported while building
     for chunk in chunks:
-        chunk.requires_grad_(trainable)
+        chunk.requires_grad_(trainable and adapters is None)
         chunk.train(trainable)
-    return MegatronModel(hf_config, layout, role, config, chunks)
+    model = MegatronModel(hf_config, layout, role, config, chunks, adapters)
+    if adapters:
+        model.insert_adapters(adapters)
+    return model
 
 
 def describe(layout: MegatronLayout) -> str:

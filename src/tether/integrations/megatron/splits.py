@@ -39,13 +39,15 @@ class Split(Protocol):
 
 @dataclass(frozen=True)
 class Replicated:
-    """The tensor is the same on each rank."""
+    """The tensor, or several ones with their rows stacked, is the same on each rank."""
+
+    count: int = 1
 
     def read(self, tensors: Sequence[Slices], rank: int, ranks: int) -> Tensor:
-        return tensors[0][:]
+        return tensors[0][:] if self.count == 1 else torch.cat([tensor[:] for tensor in tensors])
 
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [shards[0]]
+        return list(shards[0].chunk(self.count)) if self.count > 1 else [shards[0]]
 
 
 @dataclass(frozen=True)

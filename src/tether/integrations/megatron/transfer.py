@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as groups
 from torch import Tensor
 
+from tether.integrations.megatron.adapters import Adapters
 from tether.integrations.megatron.dist_checkpoint import DistCheckpoint
 from tether.integrations.megatron.families import has_value_bias
 from tether.integrations.megatron.files import LoadedTensors, WeightFiles, WeightSource
@@ -34,22 +35,32 @@ class Placed:
     role: str
     chunks: Sequence[Any]
     """The chunks on this rank."""
+    adapters: Adapters | None = None
 
     @property
     def tied(self) -> bool:
         """Whether the output layer shares its weight with the embedding."""
         return self.role == "policy" and bool(self.hf_config.tie_word_embeddings)
 
-    def mappings(self) -> Iterator[TensorMapping]:
-        """Yield the mappings of all tensors of the whole model."""
+    def weights(self) -> Iterator[TensorMapping]:
+        """Yield the mappings of all tensors of the whole model without adapters."""
         return tensor_mappings(self.hf_config, self.role, has_value_bias(self.hf_config))
 
+    def mappings(self, *, trained: bool = False) -> Iterator[TensorMapping]:
+        """Yield the mappings of all tensors of the whole model, or of those that are trained: beside adapters, a
+        critic's head."""
+        for mapping in self.weights():
+            if not (trained and self.adapters) or (self.role == "critic" and mapping.name.startswith("output_layer")):
+                yield mapping
+            if self.adapters:
+                yield from self.adapters.mappings(mapping)
 
-def load_weights(model: Placed, source: Path | DistCheckpoint | Mapping[str, Tensor], *, buffers: bool = True) -> None:
+
+def load_weights(model: Placed, source: Path | DistCheckpoint | Mapping[str, Tensor], *, trained: bool = False) -> None:
     """Load this rank's slices, as `tether.integrations.megatron.model.MegatronModel.load` describes."""
-    local = _local_tensors(model, buffers=buffers)
+    local = _local_tensors(model, buffers=not trained)
     with _open(source) as files, torch.no_grad():
-        for mapping in model.mappings():
+        for mapping in model.mappings(trained=True) if trained else model.weights():
             expert_rank, key = _locate(model, mapping)
             is_local = key in local and expert_rank == _expert_rank(mapping)
             if is_local and not (mapping.optional and not files.has(mapping)):
@@ -58,11 +69,11 @@ def load_weights(model: Placed, source: Path | DistCheckpoint | Mapping[str, Ten
                 _fill(local[_HEAD], mapping, files)  # the last stage has a copy
 
 
-def export_weights(model: Placed) -> Iterator[tuple[str, Tensor]]:
+def export_weights(model: Placed, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors on each rank, as `tether.integrations.megatron.model.MegatronModel.export` describes."""
     local = _local_tensors(model)
     owners = _owners(local)
-    for mapping in model.mappings():
+    for mapping in model.mappings(trained=trained):
         expert_rank, key = _locate(model, mapping)
         if mapping.expert is not None and expert_rank > 0:
             continue  # was exported with the expert of the first rank

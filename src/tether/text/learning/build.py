@@ -170,26 +170,35 @@ def load_policy(
 def _to_train(
     model: PreTrainedModel, config: BackboneConfig, section: str, saved: Path | None, seed: int
 ) -> PreTrainedModel:
-    """Insert the adapter of a policy or critic (the one beside its `saved` model, else the one to start from, else a
-    fresh one) and set recomputation up."""
+    """Insert the adapter of a policy or critic, if it has one, and set recomputation up."""
     if config.lora_rank:
-        lora = _lora(f"{section}.lora_rank")
-        if saved:
-            lora.load_lora(model, adapter_folder(saved))
-        elif config.lora_adapter_path is not None:
-            lora.load_lora(model, Path(config.lora_adapter_path).expanduser())
-        else:
-            options = lora.LoraOptions(
-                rank=config.lora_rank,
-                alpha=config.lora_alpha,
-                target_modules=lora.names_or_pattern(config.target_modules),
-                exclude_modules=lora.names_or_pattern(config.exclude_modules),
-            )
-            torch.manual_seed(seed)  # peft initializes the adapter with the global generator
-            lora.add_lora(model, options)
+        insert_adapter(model, config, section, saved, seed)
     if config.enable_gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model
+
+
+def insert_adapter(model: PreTrainedModel, config: BackboneConfig, section: str, saved: Path | None, seed: int) -> None:
+    """Insert the adapter of a policy or critic: the one beside its `saved` model, else the one to start from, else a
+    fresh one.
+
+    Raises:
+        ValueError: peft is not installed, a name or pattern matches no layer, or the adapter does not fit the model.
+    """
+    lora = _lora(f"{section}.lora_rank")
+    if saved:
+        lora.load_lora(model, adapter_folder(saved))
+    elif config.lora_adapter_path is not None:
+        lora.load_lora(model, Path(config.lora_adapter_path).expanduser())
+    else:
+        options = lora.LoraOptions(
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+            target_modules=lora.names_or_pattern(config.target_modules),
+            exclude_modules=lora.names_or_pattern(config.exclude_modules),
+        )
+        torch.manual_seed(seed)  # peft initializes the adapter with the global generator
+        lora.add_lora(model, options)
 
 
 def _lora(key: str = "actor_rollout_ref.model.lora_rank") -> ModuleType:
