@@ -65,6 +65,8 @@ from tether.runtime.machine import resolve_device, set_threads
 from tether.runtime.run_lock import RunLock
 from tether.runtime.threads import num_threads, usable_cores
 
+ADDED_POLICY_KEYS = ("dtype", "relative_actions", "discrete_state_input")
+"""Keys of `policy` that checkpoints of an earlier release do not have."""
 DRAW = ("env.train.", "policy.", "algorithm.", "trainer.async_mode", "trainer.seed")
 """Prefixes of the keys that determine a rollout, which may wait in a checkpoint."""
 
@@ -189,7 +191,10 @@ def _has_vector_code_alone(train: TrainEnvConfig, policy: PolicyConfig) -> bool:
 
 def identity_of(config: RunConfig) -> dict[str, str]:
     """Return fingerprints that must not change when a checkpoint is resumed."""
-    return {"env.train.id": str(config.env.train.id), "policy": repr(config.policy)}
+    # Checkpoints from before a key was added are those of its default.
+    defaults = {name: PolicyConfig.model_fields[name].default for name in ADDED_POLICY_KEYS}
+    values = [f"{name}={value!r}" for name, value in config.policy if (name, value) not in defaults.items()]
+    return {"env.train.id": str(config.env.train.id), "policy": f"PolicyConfig({', '.join(values)})"}
 
 
 def training_steps(trainer: TrainerConfig, train: TrainEnvConfig) -> int:

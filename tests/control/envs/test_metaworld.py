@@ -7,9 +7,14 @@ import pytest
 
 pytest.importorskip("metaworld")
 
+import gymnasium
+
 from tests.runs.control_run import call
 from tether.control.envs.make import EnvOptions, make_one, make_vector_env, scripted
+from tether.integrations.rlinf.robot_simulators import ARGUMENTS
 from tether.integrations.robots.lerobot import read_dataset
+from tether.integrations.robots.metaworld import SUITES
+from tether.integrations.robots.metaworld_sentences import SENTENCES
 
 CAMERA = {"lookat": [0.0, 0.7, 0.1], "distance": 0.75, "azimuth": 240.0, "elevation": -45.0}
 draws = pytest.mark.skipif("MUJOCO_GL" not in os.environ, reason="pictures are drawn with MUJOCO_GL=egl or osmesa")
@@ -83,6 +88,39 @@ def test_a_camera_shows_the_goal_and_hides_its_numbers():
     changed = np.argwhere((pictures[0] != pictures[1]).any(axis=-1))
     assert 0 < len(changed) < 60  # only the goal and the object lie elsewhere
     assert (pictures[0][tuple(changed.T)][:, 0] > 200).any()  # the goal is red
+    env.close()
+
+
+RLINFS = ARGUMENTS["metaworld"]
+
+
+def test_idle_steps_do_not_count_and_suites_are_metaworlds():
+    blind = {name: RLINFS[name] for name in ("settling_steps", "reward", "terminate_on_success")}
+    env = make_one(options("button-press-v3", 7, **blind))
+    env.reset(seed=0)
+    moved = [env.step(np.zeros(4, np.float32)) for _ in range(7)]
+    assert [truncated for *_, truncated, _ in moved] == [False] * 6 + [True]
+    assert (len(SUITES["ML45-train"]), len(SUITES["ML45-test"])) == (45, 5)
+    assert {*SUITES["ML45-train"], *SUITES["ML45-test"]} == set(SUITES["MT50"]) == set(SENTENCES)
+
+
+@draws
+def test_pictures_are_those_that_rlinf_renders():
+    """RLinf moves Gymnasium's camera 2 and turns what it renders."""
+    env = make_one(options("reach-v3", 5, **RLINFS))
+    obs, _ = env.reset(seed=0)
+    assert obs["task"] == "Reach a goal position"
+    given = {"render_mode": "rgb_array", "camera_id": 2, "disable_env_checker": True}
+    theirs = gymnasium.make("Meta-World/MT1", env_name="reach-v3", **given).unwrapped
+    mine = env.unwrapped.simulator
+    theirs.model.cam_pos[2] = RLINFS["camera_position"]
+    for name in ("site_pos", "body_pos"):
+        getattr(theirs.model, name)[:] = getattr(mine.model, name)
+    for name in ("qpos", "qvel", "mocap_pos", "mocap_quat"):
+        getattr(theirs.data, name)[:] = getattr(mine.data, name)
+    pytest.importorskip("mujoco").mj_forward(theirs.model, theirs.data)
+    assert np.array_equal(obs["image"], theirs.render()[::-1, ::-1])
+    theirs.close()
     env.close()
 
 

@@ -1,5 +1,7 @@
 """RLinf's PPO files of pi0 and pi0.5 in LIBERO and MetaWorld: what they become, and a run of one, scaled down."""
 
+import os
+
 import pytest
 
 from tests.control.envs import libero_stand_in
@@ -124,6 +126,24 @@ SMALL = [
     "runner.save_interval=2", "runner.logger.logger_backends=[]", "actor_rollout_ref.model.path=null",
     "policy.hidden_dim=16", "env.train.init_params.camera_heights=2", "trainer.logger=file",
 ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("MUJOCO_GL" not in os.environ, reason="pictures are drawn with MUJOCO_GL=egl or osmesa")
+def test_a_file_of_metaworld_is_run_scaled_down(monkeypatch, tmp_path):
+    """With a small backbone, where MetaWorld is installed."""
+    pytest.importorskip("metaworld")
+    monkeypatch.setattr(backbone, "make_backbone", FakeBackbone)
+    file = tmp_path / "run.yaml"
+    file.write_text(text_of(FILES["metaworld_45_ppo_openpi"]))
+    small = [item for item in SMALL if "camera_heights" not in item]
+    run = build_control_run(load_config(file, [*small, f"trainer.default_local_dir={tmp_path / 'run'}"]))
+    try:
+        run.trainer.fit()
+    finally:
+        run.close()
+    metrics = measured(tmp_path / "run")[2]
+    assert (metrics["env/episode_len"], metrics["eval/num_trajectories"]) == (10, 2)
 
 
 @pytest.mark.parametrize("name", ["libero_spatial_ppo_openpi", "libero_spatial_async_ppo_openpi_pi05"])

@@ -150,12 +150,13 @@ def make_env(options: EnvOptions, arguments: Arguments) -> Env:
     if "max_episode_steps" in env_kwargs:  # counted in simulator steps
         env_kwargs["max_episode_steps"] = env_kwargs["max_episode_steps"] * repeat + settling_steps
     names = _names(options)
-    texts = {name: SENTENCES[name] if instructions == "sentences" else in_words(name) for name in names}
+    texts = SENTENCES if instructions == "sentences" else {name: in_words(name) for name in names}
     env: Env = MetaWorldTasks(names, env_kwargs, reward, settling_steps, texts)
     if repeat > 1:
         env = Repeated(env, repeat)
     if not picture_options:
         return env
+    # All sentences, so that a policy of one suite is tested in another.
     return PictureObservations(env, tuple(texts.values()), **picture_options)
 
 
