@@ -42,9 +42,7 @@ def read_environment(spec: str, name: str, options: Mapping[str, str]) -> RowSou
     agent = environment_named_by(spec)
     if has_tasksets():
         if "part" in options:
-            raise ValueError(
-                f"{spec}: tasksets have no parts. Give an option of {name}, such as taskset.split={split}."
-            )
+            raise ValueError(f"{spec}: a taskset has no part. Give an option of {name}, such as taskset.split.")
         tasks = integration("agents", "verifiers_tasks")
         return tasks.read_tasks(spec, agent.removeprefix(ENVIRONMENT), int(size) if size else None)
     adapter = integration("agents", "verifiers_environment")

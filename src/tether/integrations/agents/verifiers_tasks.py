@@ -101,7 +101,7 @@ def _call_problem(name: str, arguments: str, tools: Mapping[str, object]) -> str
 def load(spec: str) -> vf.Env:
     """Load the environment of ``NAME?field=value&...``.
 
-    A role without a harness of its own gets `ChatHarness`, and without a runtime it runs on this machine.
+    Where neither the environment nor an option names a harness, it is `ChatHarness`: no role gets a shell unasked.
 
     Raises:
         ValueError: the environment is not installed, refuses an option, or lets the policy play several roles.
@@ -112,10 +112,14 @@ def load(spec: str) -> vf.Env:
         for path, text in options.items():
             *sections, field = path.split(".")
             section = functools.reduce(lambda outer, key: outer.setdefault(key, {}), sections, settings)
-            section[field] = option_value(text)
+            section[field] = text if text == "null" else option_value(text)  # `null` is the id of a harness
+        bundled = vf.default_harness_id(name)
+        harness = HARNESS if bundled == "bash" else bundled
+        for section in settings.values():
+            if isinstance(section, dict) and isinstance(section.get("harness"), dict):
+                section["harness"].setdefault("id", harness)  # the library's default is `bash`
         config = vf.resolve_env_config(settings)
-        bundled = vf.default_harness_id(name) != "bash"
-        roles = {role: _role(agent, settings.get(role, {}), bundled) for role, agent in _roles(config).items()}
+        roles = {role: _role(agent, settings.get(role, {}), harness) for role, agent in _roles(config).items()}
         environment = vf.load_environment(config.model_copy(update=roles))
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, item['loc']))}={item['input']!r}: {item['msg']}" for item in error.errors()]
@@ -134,13 +138,13 @@ def _roles(config: vf.EnvConfig) -> dict[str, vf.AgentConfig]:
     return {name: value for name, value in config if isinstance(value, vf.AgentConfig)}
 
 
-def _role(agent: vf.AgentConfig, explicit: JsonObject, bundled: bool) -> vf.AgentConfig:
-    """Return a role with tether's defaults; `bundled` says whether the package of the environment has a harness."""
+def _role(agent: vf.AgentConfig, explicit: JsonObject, harness: str) -> vf.AgentConfig:
+    """Return a role with tether's defaults: this harness, on this machine."""
     changes: JsonObject = {"retries": vf.RetryConfig()}  # a second attempt would be learned from as a branch
     if "runtime" not in explicit and isinstance(agent.runtime, vf.PrimeConfig):
         changes["runtime"] = vf.SubprocessConfig()
-    if agent.harness is None and not bundled:
-        changes["harness"] = vf.harness_config_type(HARNESS)(id=HARNESS)
+    if agent.harness is None:
+        changes["harness"] = vf.harness_config_type(harness)(id=harness)
     return agent.model_copy(update=changes)
 
 
@@ -155,7 +159,7 @@ def _policy_role(environment: vf.Env) -> str:
         raise ValueError(
             f"{ENVIRONMENT}{environment.config.taskset.id}: the policy plays {len(roles)} roles ({', '.join(roles)}), "
             "and tether trains one. Give the others a model: "
-            "ROLE.model=NAME&ROLE.client.base_url=URL&ROLE.client.api_key_var=VARIABLE"
+            "ROLE.model=NAME&ROLE.client.type=eval&ROLE.client.base_url=URL&ROLE.client.api_key_var=VARIABLE"
         )
     return roles[0]
 

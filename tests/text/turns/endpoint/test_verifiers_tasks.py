@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,6 +99,21 @@ def test_the_environment_holds_a_conversation(monkeypatch: pytest.MonkeyPatch) -
     assert [message["content"] for message in requests[2]["messages"]][1:] == ["0", "1", "1", "2", "2"]
 
 
+def test_no_policy_gets_a_shell_unasked() -> None:
+    """The library's default harness runs the policy's commands."""
+    load = integration("agents", "verifiers_tasks").load
+    for query, harness in {
+        "": "tether_chat",
+        "?agent.max_turns=2": "tether_chat",
+        "?agent.harness.tool_timeout=5": "tether_chat",
+        "?agent.harness.id=null": "null",
+        "?agent.harness.id=bash": "bash",
+    }.items():
+        agent = load(f"count-on{query}").config.agent
+        assert (agent.harness.id, agent.runtime.type) == (harness, "subprocess")
+    assert load("count-on?agent.harness.id=bash&agent.runtime.type=docker").config.agent.runtime.type == "docker"
+
+
 @pytest.mark.slow
 def test_tools_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "adder_add", "arguments": '{"a": 2, "b": 1}'}}
@@ -127,6 +143,15 @@ def test_what_a_limit_of_length_cuts_is_scored(monkeypatch: pytest.MonkeyPatch) 
         assert play(f"{NAME}?taskset.turns=2") == 0.5
 
 
+def test_other_roles_have_models_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with policy(*said("1", "2"), monkeypatch=monkeypatch) as requests:
+        client = {"type": "eval", "base_url": os.environ["OPENAI_BASE_URL"], "api_key_var": "OPENAI_API_KEY"}
+        assert play(f"verifiers:pair?says.model=other&says.client={json.dumps(client)}") == 1
+    assert [request["model"] for request in requests] == ["policy", "other"]
+    with policy(*said("1", "2"), monkeypatch=monkeypatch), pytest.raises(RuntimeError, match="agent 2 times"):
+        play(f"{NAME}?id=best-of-n&n=2")
+
+
 def test_a_reward_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with policy(*said("1"), monkeypatch=monkeypatch), pytest.raises(RuntimeError, match=r"TaskError.*nothing here"):
         play(f"{NAME}?taskset.broken=true")
@@ -150,18 +175,27 @@ def test_what_cannot_be_used_is_one_error(source: str, message: str) -> None:
         load_rows(source)
 
 
-@pytest.mark.slow
-def test_a_run_trains_on_it(inputs: Path, tmp_path: Path) -> None:  # noqa: F811
-    """It learns to say the next number."""
-    options = [
-        f'data.train_files="{NAME}?taskset.count=1"', "data.train_batch_size=1", "data.max_prompt_length=64",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=1", "custom_reward_function.path=null",
-        "actor_rollout_ref.rollout.n=32", "data.max_response_length=2", "trainer.total_training_steps=12",
+def trained(inputs: Path, run: Path, query: str, *options: str) -> tuple[list[dict], dict[int, dict[str, float]]]:  # noqa: F811
+    """Train on a taskset of one row; return the rows of the first step and the metrics."""
+    one_row = [
+        f'data.train_files="{NAME}?taskset.count=1{query}"', "data.train_batch_size=1", "data.max_prompt_length=64",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=1", "custom_reward_function.path=null", f"{AGENT}.num_workers=2",
     ]  # fmt: skip
-    train([*overrides(inputs, tmp_path / "run", "verifiers"), *options, f"{AGENT}.num_workers=2"])
-    metrics = measured(tmp_path / "run")
-    rows = [json.loads(line) for line in (tmp_path / "run/rollouts/1.jsonl").read_text().splitlines()]
-    assert {row["calls"] for row in rows} == {1}
-    assert metrics[1]["training/rollout_probs_diff_max"] < 1e-5
+    train([*overrides(inputs, run, "verifiers"), *one_row, *options])
+    metrics = measured(run)
+    assert metrics[1]["training/rollout_probs_diff_max"] < 1e-5, "no token is another one than that which was sampled"
+    return [json.loads(line) for line in (run / "rollouts/1.jsonl").read_text().splitlines()], metrics
+
+
+@pytest.mark.slow
+def test_a_conversation_is_one_branch(inputs: Path, tmp_path: Path) -> None:  # noqa: F811
+    rows, _ = trained(inputs, tmp_path / "run", "&taskset.turns=3")
+    assert {(row["calls"], row["branches"]) for row in rows} == {(3, 1)}
+
+
+@pytest.mark.slow
+def test_the_policy_learns_what_a_task_rewards(inputs: Path, tmp_path: Path) -> None:  # noqa: F811
+    options = ["actor_rollout_ref.rollout.n=32", "data.max_response_length=2", "trainer.total_training_steps=12"]
+    _, metrics = trained(inputs, tmp_path / "run", "", *options)
     scores = [metrics[step]["critic/score/mean"] for step in range(1, 13)]
     assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 0.3, scores

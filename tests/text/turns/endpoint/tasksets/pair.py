@@ -5,9 +5,15 @@ import verifiers.v1 as vf  # noqa: TID253
 __all__ = ["PairEnv", "PairTaskset"]
 
 
-class PairTaskset(vf.Taskset[vf.Task]):
+class PairTask(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def says_one(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == "1")
+
+
+class PairTaskset(vf.Taskset[PairTask]):
     def load(self):
-        return [vf.Task(vf.TaskData(idx=0, prompt="1"), self.config.task)]
+        return [PairTask(vf.TaskData(idx=0, prompt="?"), self.config.task)]
 
 
 class PairConfig(vf.EnvConfig):
@@ -17,5 +23,5 @@ class PairConfig(vf.EnvConfig):
 
 class PairEnv(vf.Env[PairConfig]):
     async def run(self, task, agents):
-        for agent in agents:
-            await agent.run(task)
+        await agents.asks.run(task)
+        await agents.says.run(task)
