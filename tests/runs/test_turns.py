@@ -227,6 +227,29 @@ def test_an_environment_of_a_library_needs_turns(inputs: Path, tmp_path: Path, m
     assert "verifiers:some-name: an environment, which answers in turns. Set" in problem.what
 
 
+def test_which_run_plays_an_environment_depends_on_the_version_of_its_library(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PACKAGES, "environment", ("json", "json"))
+    kept = [o for o in turn_overrides(inputs, tmp_path / "run") if not any(k in o for k in ("multi_turn", "agent.def"))]
+    in_turns = [f"{ROLLOUT}.multi_turn.enable=True"]
+    played = [f"{ROLLOUT}.agent.{key}" for key in ("default_agent_loop=endpoint", "endpoint.program=verifiers")]
+    for has_tasksets, more, what in (
+        (False, in_turns, None),
+        (False, played, "before 0.4, which answers in turns. Set actor_rollout_ref.rollout.multi_turn.enable=True"),
+        (True, in_turns, "0.4 or later, which a program plays. Set actor_rollout_ref.rollout.agent.default_agent_loop"),
+        (True, played, None),
+    ):
+        monkeypatch.setattr("tether.text.input_checks.has_tasksets", lambda has_tasksets=has_tasksets: has_tasksets)
+        config = load_config(None, [*kept, *more, "data.train_files=verifiers:some-name"]).config
+        problems = [problem.what for problem in missing_inputs(config, ("data.train_files",))]
+        assert len(problems) == (what is not None)
+        assert what is None or what in problems[0]
+    config = load_config(None, [*kept, *played]).config
+    (problem,) = missing_inputs(config, ("data.train_files",))
+    assert "row 0: has no environment, which actor_rollout_ref.rollout.agent.endpoint.program=verifiers" in problem.what
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

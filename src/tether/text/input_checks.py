@@ -31,7 +31,7 @@ from tether.runtime.user_files import missing_file
 from tether.spelling import did_you_mean
 from tether.text.data.chats import load_chats
 from tether.text.data.config import DataConfig
-from tether.text.data.location import expand, locate
+from tether.text.data.location import expand, has_tasksets, locate
 from tether.text.data.rows import SINGLE_TURN, TOOL_AGENT, Row, RowAgent, Rows, agent_of
 from tether.text.learning.config_distillation import (
     TEACHERS,
@@ -49,7 +49,15 @@ from tether.text.rewards.judge import NUMBER, Judge
 from tether.text.rewards.router import check_source, check_truth, has_tests
 from tether.text.rewards.sandbox import ProgramOptions, Server
 from tether.text.sampling.config import SERVERS, RolloutConfig
-from tether.text.turns.config import AGENT, ENDPOINT, AgentConfig, MultiTurnConfig
+from tether.text.turns.config import (
+    AGENT,
+    ENDPOINT,
+    ENDPOINT_PROGRAM,
+    ENDPOINT_REWARD,
+    VERIFIERS,
+    AgentConfig,
+    MultiTurnConfig,
+)
 from tether.text.turns.tools import (
     AGENTS_KEY,
     LIBRARY,
@@ -128,6 +136,9 @@ def agent_problem(
 ) -> str:
     """Return the problem with the agent that a row names, or an empty text; unknown names (None) fit."""
     name = row.agent_name
+    if rollout.agent.plays_endpoint and rollout.agent.endpoint.program == VERIFIERS:
+        what = f"has no environment, which {ENDPOINT_PROGRAM}={VERIFIERS} plays. Name one in data: verifiers:NAME"
+        return "" if "verifiers" in row.extra_info else what
     if name is not None and rollout.agent.plays_endpoint:
         return f"`agent_name` is {name!r}, but a program plays every row ({AGENT}={ENDPOINT}). Drop the column"
     known = agents is None or name in (None, SINGLE_TURN, TOOL_AGENT, *agents)
@@ -153,6 +164,17 @@ def agent_problem(
         )
         return f"`extra_info.interaction_kwargs.name` is {wanted!r}; {available}"
     return ""
+
+
+def environment_problem(rollout: RolloutConfig) -> str:
+    """Return why a run cannot use environments of the installed verifiers, or an empty text."""
+    is_played = rollout.agent.plays_endpoint and rollout.agent.endpoint.program == VERIFIERS
+    if has_tasksets():
+        program = f"{AGENT}={ENDPOINT}, {ENDPOINT_PROGRAM}={VERIFIERS} and {ENDPOINT_REWARD}=program"
+        return "" if is_played else f"an environment of verifiers 0.4 or later, which a program plays. Set {program}"
+    if rollout.agent.plays_endpoint:
+        return f"an environment of verifiers before 0.4, which {NEEDS_TURNS}, and leave {AGENT}={ENDPOINT} out"
+    return "" if rollout.multi_turn.enable else f"an environment, which {NEEDS_TURNS}"
 
 
 def check_turns_act(turns: MultiTurnConfig, agents: set[tuple[RowAgent, RowAgent]]) -> None:
@@ -332,9 +354,8 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
     if is_own_function(rollout.agent.default_agent_loop):
         yield "actor_rollout_ref.rollout.agent.default_agent_loop", rollout.agent.default_agent_loop, _environment_class
     program = rollout.agent.endpoint.program
-    if rollout.agent.plays_endpoint and program:
-        key = "actor_rollout_ref.rollout.agent.endpoint.program"
-        yield key, program, _definition if is_own_function(program) else _command
+    if rollout.agent.plays_endpoint and program and program != VERIFIERS:
+        yield ENDPOINT_PROGRAM, program, _definition if is_own_function(program) else _command
     yield from _of_both(config)
 
 
@@ -418,6 +439,8 @@ def _packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "trainer.n_gpus_per_node", "ray", "ray"
     if config.actor_rollout_ref.rollout.agent.plays_endpoint:
         yield from ((AGENT, package, "endpoint") for package in ("starlette", "uvicorn"))
+        if config.actor_rollout_ref.rollout.agent.endpoint.program == VERIFIERS:
+            yield ENDPOINT_PROGRAM, VERIFIERS, VERIFIERS
     yield from (("trainer.logger", name, name) for name in config.trainer.logger if name in LOGGER_PACKAGES)
     adapted = [section for section, settings in trained_sections(config).items() if settings.lora_rank > 0]
     yield from ((f"{section}.lora_rank", "peft", "lora") for section in adapted)
@@ -445,8 +468,8 @@ def _rows(
     `agents`, for `check_turns_act`.
     """
     kind, rollout = locate(expand(name)[0]).kind, config.actor_rollout_ref.rollout
-    if kind == "environment" and not rollout.multi_turn.enable:
-        raise ValueError(f"{name}: an environment, which {NEEDS_TURNS}")
+    if kind == "environment" and (problem := environment_problem(rollout)):
+        raise ValueError(f"{name}: {problem}")
     if kind == "environment":
         agents[name] = {(RowAgent(False, name), RowAgent(False, name))}
     if kind != "file":

@@ -1,22 +1,31 @@
 """Rows of an environment of the `verifiers` library: ``verifiers:NAME?argument=value&...``.
 
-Arguments are those of the environment's ``load_environment`` (numbers, true/false and json are parsed, everything else
-is text), and two of tether:
+Arguments are those of the environment's ``load_environment``, or from verifiers 0.4 on fields of its configuration
+(numbers, true/false and json are parsed, everything else is text), and two of tether:
 
-    part   `train` (the default) or `eval`: the dataset or the eval_dataset of the environment
+    part   `train` (the default) or `eval`: the dataset or the eval_dataset of the environment; not from 0.4 on
     size   number of rows to use, from the first
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
-from tether.integrations.agents import verifiers_environment as adapter
-from tether.text.data.location import ENVIRONMENT, environment_named_by
+from tether.integrations import integration
+from tether.text.data.location import ENVIRONMENT, environment_named_by, has_tasksets
 from tether.text.data.rows import RowSource
 from tether.types import Message
 
 PARTS = ("train", "eval")
+
+
+def option_value(text: str) -> object:
+    """Return the value of an option: what its JSON says, or the text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def read_environment(spec: str, name: str, options: Mapping[str, str]) -> RowSource:
@@ -31,6 +40,12 @@ def read_environment(spec: str, name: str, options: Mapping[str, str]) -> RowSou
     if size is not None and not (size.isdecimal() and int(size)):
         raise ValueError(f"{spec}: size is `{size}`, not a whole number above 0.")
     agent = environment_named_by(spec)
+    if has_tasksets():
+        if "part" in options:
+            raise ValueError(f"{spec}: a taskset has no part. Give an option of {name}, such as taskset.split.")
+        tasks = integration("agents", "verifiers_tasks")
+        return tasks.read_tasks(spec, agent.removeprefix(ENVIRONMENT), int(size) if size else None)
+    adapter = integration("agents", "verifiers_environment")
     environment = adapter.load(agent.removeprefix(ENVIRONMENT))
     table = environment.build_dataset() if split == "train" else environment.build_eval_dataset()
     if table is None:

@@ -1,4 +1,4 @@
-"""Environments of the library `verifiers`, stepped turn by turn.
+"""Environments of the library `verifiers` before version 0.4, stepped turn by turn.
 
 The library drives a conversation itself and requests each turn of the model from a client. Here the client is the
 policy: the library's loop runs until it requests a turn, and continues once the policy has sampled it. What an
@@ -28,6 +28,7 @@ from verifiers.types import (
     ToolCall,
 )
 
+from tether.integrations.agents.environment_rows import option_value
 from tether.text.turns.tools.call_formats import FORMATS, CallFormat
 from tether.text.turns.tools.spec import LIBRARY
 from tether.types import JsonObject, Message
@@ -196,7 +197,7 @@ def load(spec: str) -> verifiers.Environment:
         ValueError: the environment is not installed, refuses its arguments, or scores several responses together.
     """
     name, _, query = spec.partition("?")
-    arguments = {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
+    arguments = {key: option_value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
     logging.getLogger("verifiers").setLevel(logging.CRITICAL)
     try:
         environment = verifiers.load_environment(name, **arguments)
@@ -226,13 +227,6 @@ def tools_of(environment: verifiers.Environment) -> list[JsonObject]:
         }
         for tool in environment.tool_defs or ()
     ]
-
-
-def _value(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def _rubrics(rubric: verifiers.Rubric) -> list[verifiers.Rubric]:

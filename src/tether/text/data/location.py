@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from glob import glob
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -162,6 +163,14 @@ def environment_named_by(spec: str) -> str:
     name, options = _split(spec, spec.removeprefix(ENVIRONMENT))
     arguments = urlencode({key: value for key, value in options.items() if key not in ("part", "size")})
     return f"{ENVIRONMENT}{name}?{arguments}" if arguments else f"{ENVIRONMENT}{name}"
+
+
+def has_tasksets() -> bool:
+    """Return whether the environments of the installed verifiers are tasksets of `verifiers.v1`, as from 0.4 on."""
+    try:
+        return tuple(map(int, version("verifiers").split(".")[:2])) >= (0, 4)
+    except PackageNotFoundError:
+        return False
 
 
 def _split(spec: str, query: str) -> tuple[str, dict[str, str]]:

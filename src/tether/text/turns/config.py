@@ -9,6 +9,10 @@ from tether.config.schema.section import ActsIf, Count, Name, NullIsUnset, Posit
 AGENT = "actor_rollout_ref.rollout.agent.default_agent_loop"
 ENDPOINT = "endpoint"
 """Agent whose rows a program plays against an OpenAI-compatible server."""
+ENDPOINT_PROGRAM = "actor_rollout_ref.rollout.agent.endpoint.program"
+ENDPOINT_REWARD = "actor_rollout_ref.rollout.agent.endpoint.reward"
+VERIFIERS = "verifiers"
+"""Program of the endpoint that plays the environment of each row, from version 0.4 of verifiers on."""
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn.enable"
 NATIVE = ActsIf("actor_rollout_ref.rollout.name", on=("native",))
 
@@ -53,7 +57,7 @@ class EndpointConfig(Section):
     """`rollout.agent.endpoint`: programs that play episodes against an OpenAI-compatible server. tether's own keys."""
 
     program: str | None = None
-    """What plays an episode with a row: a command, or a Python function, FILE.py:NAME."""
+    """What plays an episode with a row: a command; a Python function, FILE.py:NAME; verifiers: its environment."""
     reward: Literal["function", "program"] = "function"
     """What scores an episode: the run's reward function, or the program, by its result or by POST /v1/reward."""
     model: Name = "policy"

@@ -9,7 +9,7 @@ from tether.config.problems import Problem
 from tether.config.rules.shapes import Rule, needs
 from tether.config.schema.root import RunConfig
 from tether.text.sampling.config import SERVERS
-from tether.text.turns.config import ENDPOINT
+from tether.text.turns.config import ENDPOINT, VERIFIERS
 
 ROLLOUT = "actor_rollout_ref.rollout"
 AGENTS = ("single_turn_agent", "tool_agent", ENDPOINT)
@@ -53,6 +53,9 @@ def programs_play(cfg: RunConfig) -> Problem | None:
         "reward_model.enable": reward.enable,
         "reward_model.parts": reward.parts,
     }
+    if rollout.agent.endpoint.program == VERIFIERS and not (rollout.agent.program_scores or any(scorers.values())):
+        what = "function asks for a reward function, and none is configured: an environment scores its tasks itself"
+        return Problem(f"{endpoint}.reward", what, "set it to program")
     for key, value in scorers.items():
         if rollout.agent.program_scores and value:
             what = f"program leaves the score to the program, and {key} is set"

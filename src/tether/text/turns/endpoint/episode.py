@@ -159,7 +159,9 @@ class AgentEpisode:
 
     def _too_long(self, size: str, max_length: int) -> CallRefused:
         self.cut_by = self.cut_by or "length"
-        what = f"the request has {size}, which leaves no room for an answer in {max_length} tokens"
+        # OpenAI's words, by which clients know the error: verifiers then scores what was said so far.
+        limit = f"This model's maximum context length is {max_length} tokens"
+        what = f"{limit}, and the request has {size}, which leaves no room for an answer"
         return CallRefused(what, code="context_length_exceeded", param="messages")
 
     def _read_chat(self, request: ChatRequest, chat: Chat) -> tuple[RecordedCall | None, list[int]]:

@@ -18,15 +18,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import IO
 
+from tether.integrations import integration
 from tether.runtime.channel import Channel
 from tether.runtime.event_loop import finished
 from tether.runtime.guard import end_descendants
 from tether.runtime.printable import print_harmlessly, printable
 from tether.runtime.user_files import definition, place_of, words_of
 from tether.runtime.worker_pool import Work, WorkerPool
+from tether.text.turns.config import ENDPOINT_PROGRAM, VERIFIERS
 from tether.types import JsonObject
 
-KEY = "actor_rollout_ref.rollout.agent.endpoint.program"
 OWN_FUNCTION = r".+\.py:\w+"
 MAX_ANSWER = 1 << 16
 """Maximum bytes of what a process reports about an episode."""
@@ -60,7 +61,7 @@ class ProgramPool(WorkerPool[Played]):
     """Processes that play episodes, each one at a time.
 
     Args:
-        program: a command, or a function FILE.py:NAME.
+        program: a command, a function FILE.py:NAME, or `verifiers`.
         num_workers: number of processes.
         timeout: maximum seconds of an episode.
 
@@ -100,7 +101,8 @@ def serve(channel: Channel) -> None:
     program, timeout = pickle.loads(first)
     print_harmlessly()
     try:
-        play = _function(program) if re.fullmatch(OWN_FUNCTION, program) else _command(program)
+        is_function = program == VERIFIERS or re.fullmatch(OWN_FUNCTION, program)
+        play = _function(program) if is_function else _command(program)
     except ValueError as error:
         channel.send(json.dumps(str(error)).encode())
         return
@@ -113,9 +115,10 @@ def serve(channel: Channel) -> None:
 
 
 def _function(program: str) -> Callable[[Play], Played]:
-    function = definition(program, KEY)
+    shipped = program == VERIFIERS
+    function = integration("agents", "verifiers_tasks").play if shipped else definition(program, ENDPOINT_PROGRAM)
     if not callable(function):
-        raise ValueError(f"{KEY}={program}: is of type {type(function).__name__}, not a function")
+        raise ValueError(f"{ENDPOINT_PROGRAM}={program}: is of type {type(function).__name__}, not a function")
 
     def play(episode: Play) -> Played:
         os.environ.update(episode.environment)
