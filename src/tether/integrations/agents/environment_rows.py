@@ -43,7 +43,13 @@ def read_environment(spec: str, name: str, options: Mapping[str, str]) -> RowSou
     if has_tasksets():
         if "part" in options:
             raise ValueError(f"{spec}: a taskset has no part. Give an option of {name}, such as taskset.split.")
-        tasks = integration("agents", "verifiers_tasks")
+        try:
+            tasks = integration("agents", "verifiers_tasks")
+        except ImportError as error:
+            supported = "pip install 'verifiers>=0.4,<0.5'"
+            raise ValueError(
+                f"{spec}: the installed version of verifiers differs ({error}). Run: {supported}"
+            ) from error
         return tasks.read_tasks(spec, agent.removeprefix(ENVIRONMENT), int(size) if size else None)
     adapter = integration("agents", "verifiers_environment")
     environment = adapter.load(agent.removeprefix(ENVIRONMENT))
