@@ -18,7 +18,7 @@ from tether.text.data.location import has_tasksets
 from tether.text.data.sources import load_rows
 
 if not has_tasksets():
-    pytest.skip("verifiers 0.4 or later is not installed: pip install 'tether[verifiers]'", allow_module_level=True)
+    pytest.skip("needs verifiers 0.4 or later: bash scripts/test_verifiers.sh", allow_module_level=True)
 
 TASKSETS = Path(__file__).with_name("tasksets")
 NAME = "verifiers:count-on"
