@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv="${TETHER_VERIFIERS:-.venv-verifiers}"
 if [ ! -e "$venv/ready" ]; then
-  TETHER_VENV="$venv" . scripts/setup.sh dev
+  TETHER_VENV="$venv" . scripts/setup.sh test
   "$venv/bin/python" -m pip install --quiet 'verifiers>=0.4,<0.5' marble-v1
   touch "$venv/ready"
 fi

@@ -82,6 +82,7 @@ def test_python_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_pa
     One that begins with the name of a file is that file, too, and a `run.yaml` is sound.
     """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # an example may import the file of another one
     # "__main__" parts reach out to the network; they are compiled, not run.
     module: dict[str, object] = {"__name__": "example"}
     for text in [*blocks(page, "python"), *blocks(page, "yaml")]:

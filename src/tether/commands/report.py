@@ -12,8 +12,7 @@ from rich.text import Text
 
 from tether.checkpoints import BEST, CheckpointStore
 from tether.commands.result import TrainingResult
-from tether.config import LoadedConfig
-from tether.config.changes import saved_values
+from tether.config import LoadedConfig, saved_values
 from tether.control.build import fit_defaults
 from tether.control.envs.config import SELF_RESETTING
 from tether.loop.checkpoint import TRAINING

@@ -20,6 +20,7 @@ from tether.control.policies.mlp_policy import make_policy  # noqa: E402
 from tether.control.policies.networks import Actor  # noqa: E402
 from tether.control.policies.spec import PolicySpec  # noqa: E402
 
+pytestmark = pytest.mark.slow  # numba and JAX compile for seconds
 FILE = Path(__file__).parents[3] / "benchmarks/control/compiled_cartpole.py"
 RUN = [
     "env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=16", "env.eval.total_num_envs=2",
@@ -59,7 +60,7 @@ def step_by_step(act: Actor) -> Any:
     [
         (f"{FILE}:CartPole", {}, {"choices": (2,), "activation": "tanh"}),
         (f"{FILE}:CartPole", {}, {"choices": (2,), "activation": "relu", "normalize_observations": False}),
-        pytest.param("jax", {"env_type": "jax"}, {"activation": "elu"}, marks=pytest.mark.slow),
+        ("jax", {"env_type": "jax"}, {"activation": "elu"}),
     ],
 )
 @pytest.mark.parametrize("always", [False, True])
@@ -104,10 +105,7 @@ def test_they_are_those_of_single_steps(
     "named",
     [
         [f"env.train.id={FILE}:CartPole"],
-        pytest.param(
-            [f"env.train.id={FILE}:JaxCartPole", "env.train.env_type=jax", "env.train.max_episode_steps=12"],
-            marks=pytest.mark.slow,
-        ),
+        [f"env.train.id={FILE}:JaxCartPole", "env.train.env_type=jax", "env.train.max_episode_steps=12"],
     ],
 )
 def test_a_run_of_them_resumes_exactly(named: list[str], tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ DOWN, UP = "lora_A.default.weight", "lora_B.default.weight"
 
 
 @dataclass(frozen=True)
-class Adapters:
+class MegatronAdapters:
     """The linear layers of a transformers model that have an adapter, by their names."""
 
     rank: int
@@ -48,7 +48,7 @@ class Adapters:
     """Outputs and inputs of all linear layers, also of those without an adapter."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Adapters | None:
+    def of(cls, model: PreTrainedModel) -> MegatronAdapters | None:
         """Return the adapters that peft inserted into a model, which may have no weights; None if it has none."""
         if not hasattr(model, "peft_config"):
             return None
@@ -117,7 +117,7 @@ class Adapter(nn.Module):
         owners: for each of its outputs on this rank, the index of the one that the output belongs to.
     """
 
-    def __init__(self, linear: Any, adapters: Adapters, count: int, owners: Tensor) -> None:
+    def __init__(self, linear: Any, adapters: MegatronAdapters, count: int, owners: Tensor) -> None:
         super().__init__()
         outputs, inputs = linear.weight.shape
         self.down = nn.Parameter(linear.weight.new_empty(count * adapters.rank, inputs))
@@ -150,7 +150,7 @@ class Adapter(nn.Module):
         return F.linear(narrow, up) * self.scale
 
 
-def insert(chunk: Any, adapters: Adapters, mappings: Iterable[TensorMapping]) -> None:
+def insert(chunk: Any, adapters: MegatronAdapters, mappings: Iterable[TensorMapping]) -> None:
     """Insert adapters without values into the layers of a chunk of a model, which is frozen.
 
     Args:

@@ -31,7 +31,7 @@ from tether.algorithms import Metric
 from tether.batch import TrainBatch, WeightUpdate, on_device
 from tether.checkpoints import load_state, save_moments, save_state
 from tether.integrations.megatron import MegatronLayout, groups
-from tether.integrations.megatron.adapters import Adapter, Adapters, adapters_off
+from tether.integrations.megatron.adapters import Adapter, MegatronAdapters, adapters_off
 from tether.integrations.megatron.dist_checkpoint import DistCheckpoint
 from tether.integrations.megatron.head import StatesHead
 from tether.integrations.megatron.layout import experts_of
@@ -122,7 +122,7 @@ class MegatronEngine(RanksEngine[Outputs]):
             dtype=compute_dtype,
             overrides=options.overrides,
             trainable=trains,
-            adapters=Adapters.of(empty),
+            adapters=MegatronAdapters.of(empty),
         )
         every = from_all(self.place())
         self.speakers = [[place == (replica, True) for place in every].index(True) for replica in range(_replicas())]

@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from torch import Tensor, nn
 
 from tether.integrations.megatron import cpu, without_te
-from tether.integrations.megatron.adapters import Adapters, insert
+from tether.integrations.megatron.adapters import MegatronAdapters, insert
 from tether.integrations.megatron.attention import (
     Norm,
     PackedAttention,
@@ -54,7 +54,7 @@ class MegatronModel:
     """Megatron's TransformerConfig, the same object in all chunks."""
     chunks: list[GPTModel]
     """One per virtual stage."""
-    adapters: Adapters | None = None
+    adapters: MegatronAdapters | None = None
     """The layers that have LoRA adapters, beside which all weights but a critic's head are frozen."""
 
     @property
@@ -184,7 +184,7 @@ class MegatronModel:
         exported = export_weights(self._placed(), trained=trained)
         return self.adapters.renamed(exported) if self.adapters else exported
 
-    def insert_adapters(self, adapters: Adapters) -> None:
+    def insert_adapters(self, adapters: MegatronAdapters) -> None:
         """Insert adapters without values into the frozen layers; a critic's head is trained beside them.
 
         Raises:
@@ -220,7 +220,7 @@ def build(
     dtype: torch.dtype,
     overrides: Mapping[str, object] | None = None,
     trainable: bool = True,
-    adapters: Adapters | None = None,
+    adapters: MegatronAdapters | None = None,
 ) -> MegatronModel:
     """Build this rank's shard of a model without loading its weights; call `tether.integrations.megatron.groups.start`
     before.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as groups
 from torch import Tensor
 
-from tether.integrations.megatron.adapters import Adapters
+from tether.integrations.megatron.adapters import MegatronAdapters
 from tether.integrations.megatron.dist_checkpoint import DistCheckpoint
 from tether.integrations.megatron.families import has_value_bias
 from tether.integrations.megatron.files import LoadedTensors, WeightFiles, WeightSource
@@ -35,7 +35,7 @@ class Placed:
     role: str
     chunks: Sequence[Any]
     """The chunks on this rank."""
-    adapters: Adapters | None = None
+    adapters: MegatronAdapters | None = None
 
     @property
     def tied(self) -> bool:

@@ -177,6 +177,5 @@ class DistillationConfig(Section):
     enabled: bool = False
     """Load the teachers in place of the reference, with the settings of actor_rollout_ref.ref."""
     teacher_models: Annotated[Options, BeforeValidator(_without_empty), DISTILLS]
-    """Teachers by name: {teacher_model: {model_path: ...}}, or several, each for the rows of the data_source in its
-    key: {math: {key: openai/gsm8k, model_path: ...}, ...}."""
+    """Teachers by name: {teacher_model: {model_path: ...}}; of several, each has the data_source of its rows as key."""
     distillation_loss: Annotated[DistillationLossConfig, DISTILLS]
