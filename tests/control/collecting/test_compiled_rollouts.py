@@ -127,23 +127,47 @@ def test_compiled_cartpoles_are_gymnasiums() -> None:
         assert (rewards.tolist(), ends.tolist()) == ([reward], [terminated])
 
 
-def test_numbers_that_are_not_finite_and_another_mode_are_refused() -> None:
-    class Breaks(CartPole):
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ("rows.obs[1, 3, 2] = np.nan", "wrong: entry 2 of the observation (state) is nan in environment 1 at step 3"),
+        ("rows.rewards[0, 2:] = np.nan", "wrong: the reward is nan in environment 0 at step 3"),
+        ("rows.actions[:] = 5", "wrong: rollout() wrote the action [5] for environment 0 at step 1, and the policy ch"),
+        ("rows.truncated[1, 2] = True; rows.last_obs[1, 2] = np.nan", "last observation (state) is nan in environment"),
+        ("rows.rewards[:] = np.zeros((5, 2))", "could not broadcast input array from shape (5,2) into shape (2,5)"),
+    ],
+)
+def test_a_wrong_rollout_is_refused(change: str, error: str) -> None:
+    """Whatever it forgets to write, or writes that the policy does not choose."""
+
+    class Wrong(CartPole):
         def rollout(self, policy: Any, noise: Any, rows: Any) -> None:
             super().rollout(policy, noise, rows)
-            rows.obs[1, 3, 2] = np.nan
+            exec(change)
 
     policy = make_policy(PolicySpec(4, (2,), 1), 1)
-    collector = EnvCollector(GymnasiumVectorEnv("breaks", Breaks(2)), steps=5)
+    collector = EnvCollector(GymnasiumVectorEnv("wrong", Wrong(2)), steps=5)
     collector.restart(1)
     noise = policy.head.noise(collector.noise_shape, torch.Generator())
-    with pytest.raises(
-        ValueError, match=r"breaks: entry 2 of the observation \(state\) is nan in environment 1 at step 3"
-    ):
+    with pytest.raises(ValueError, match=re.escape(error)):
         collector.collect(policy.acting(), noise)
 
+
+def test_what_a_rollout_does_not_write_is_refused() -> None:
+    class Half(CartPole):
+        def rollout(self, policy: Any, noise: Any, rows: Any) -> None:
+            super().rollout(policy, noise[:3], rows)
+
+    policy = make_policy(PolicySpec(4, (2,), 1), 1)
+    collector = EnvCollector(GymnasiumVectorEnv("half", Half(2)), steps=5)
+    collector.restart(1)
+    with pytest.raises(ValueError, match=re.escape("half: entry 0 of the observation (state) is nan in environment 0")):
+        collector.collect(policy.acting(), policy.head.noise(collector.noise_shape, torch.Generator()))
+
+
+def test_a_rollout_without_a_reset_of_its_own_is_refused() -> None:
     class Later(CartPole):
         metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
 
-    with pytest.raises(ValueError, match=re.escape("later: has a rollout(), and its metadata['autoreset_mode'] is")):
+    with pytest.raises(ValueError, match=re.escape("later: has a rollout(), which resets where an episode ends")):
         GymnasiumVectorEnv("later", Later(2))

@@ -156,4 +156,4 @@ def _shown(path: str, value: object) -> str:
 
 def _alternatives(values: Sequence[object]) -> str:
     named = [value for value in values if value is not None] or [None]
-    return " or ".join(map(show, named))
+    return " or ".join(dict.fromkeys(map(show, named)))

@@ -261,6 +261,7 @@ class EnvCollector:
         self._seeds: NDArray[np.int64] | None = getattr(env, "seeds", None)
         """`HeldEnv.seeds`; None if the environments are reset together."""
         self._tracker = EpisodeTracker(env.num_envs)
+        self._checked_rollout = False
         self._done = 0
         self.env_seconds = 0.0
         """Time that the policy waited for environments, over all rollouts so far."""
@@ -369,12 +370,17 @@ class EnvCollector:
         try:
             if rollout is not None and arrays is not None:
                 finals = self._play_at_once(rollout, arrays, noise.numpy(), rows)
+                if not self._checked_rollout:
+                    self._refuse(_not_finite(rows, finals))
+                    self._check_actions(act, noise.numpy(), rows)
+                    self._checked_rollout = True
             elif in_groups is None:
                 finals = self._play(act, noise.numpy(), rows)
             else:
                 finals = self._play_ready(in_groups, act, noise.numpy(), rows)
         except ValueError:  # of an action that is not finite, perhaps since what it answers is not: then that is said
-            self._refuse(_not_finite(rows, []))
+            if arrays is None:
+                self._refuse(_not_finite(rows, []))
             raise
         rows.starts[:, -1] = self._fresh
         self._refuse(_not_finite(rows, finals) + self._stuck(rows))
@@ -406,18 +412,42 @@ class EnvCollector:
         return finals
 
     def _play_at_once(self, rollout: Rollout, policy: PolicyArrays, noise: Floats, rows: _Rows) -> Finals:
-        """Fill the columns of one epoch by one call of the environments."""
+        """Fill the columns of one epoch by one call of the environments.
+
+        What it does not write is not finite, so that it is noticed.
+        """
         ((name, obs),) = rows.obs.items()
-        last = np.zeros_like(obs[:, 1:])
+        last = np.full_like(obs[:, 1:], np.nan)
+        obs[:, 1:] = rows.rewards[:] = np.nan
         start = time.perf_counter()
         with raised_at(self.env.id, self._done + 1):
-            rollout(policy, noise, RolloutRows(obs, rows.actions, rows.rewards, rows.terminated, rows.truncated, last))
+            flags = rows.terminated, rows.truncated
+            try:
+                rollout(policy, noise, RolloutRows(obs, rows.actions, rows.rewards, *flags, last))
+            except Exception as error:
+                error.add_note(f"rollout() writes obs[:, 1:], {obs[:, 1:].shape}, rewards, {rows.rewards.shape}, ...")
+                raise
         self.env_seconds += time.perf_counter() - start
         ended = rows.terminated | rows.truncated
         rows.starts[:, 0], rows.starts[:, 1:-1] = self._fresh, ended[:, :-1]
         self._fresh[:], self._now = ended[:, -1], {name: obs[:, -1].copy()}
         bootstrapped = ended if self._bootstrap_terminations else rows.truncated & ~rows.terminated
         return [(n, t, {name: last[n, t].copy()}) for t, n in np.argwhere(bootstrapped.T).tolist()]
+
+    def _check_actions(self, act: Act, noise: Floats, rows: _Rows) -> None:
+        """Refuse a rollout whose actions are not those of the policy; up to 1% may differ by rounding."""
+        ((name, obs),) = rows.obs.items()
+        flat = np.swapaxes(noise, 0, 1).reshape(-1, noise.shape[-1])
+        chosen, _ = act({name: obs[:, :-1].reshape(len(flat), -1)}, flat, np.zeros((len(flat), 0), np.float32))
+        expected = chosen.reshape(rows.actions.shape)
+        differs = ~np.isclose(rows.actions, expected, rtol=1e-2, atol=1e-3).all(axis=-1)
+        if differs.mean() > 0.01:
+            n, t = np.argwhere(differs)[0].tolist()
+            raise ValueError(
+                f"{self.env.id}: rollout() wrote the action {rows.actions[n, t].tolist()} for environment {n} at step "
+                f"{self._done + t + 1}, and the policy chooses {expected[n, t].tolist()} there. Write the actions of "
+                "tether.control.envs.compiled.choose_actions for the observations and the noise of the step."
+            )
 
     def _play_ready(self, env: SteppedInGroups, act: Act, noise: Floats, rows: _Rows) -> Finals:
         """Fill the columns of one epoch as `_play` does, where groups of environments step independently.

@@ -51,7 +51,9 @@ class GymnasiumVectorEnv:
         self.rollout: Rollout | None = own.rollout.__get__(env) if hasattr(own, "rollout") else None
         if self.rollout is not None and self._mode is not AutoresetMode.SAME_STEP:
             raise ValueError(
-                f"{id}: has a rollout(), and its metadata['autoreset_mode'] is {self._mode}, not SAME_STEP. {FIX}"
+                f"{id}: has a rollout(), which resets where an episode ends, and its metadata['autoreset_mode'] is "
+                f"{env.metadata.get('autoreset_mode', 'missing, which means NEXT_STEP')}. Set it to "
+                "gymnasium.vector.AutoresetMode.SAME_STEP, and let step() do the same."
             )
         self.actions = self._codec.spec
         self.layout = self._read.layout
