@@ -206,6 +206,12 @@ def processes_of(server: InferenceServer) -> list[psutil.Process]:
     return [process for one in first for process in (one, *one.children(recursive=True))]
 
 
+def kill(server: InferenceServer) -> None:
+    """Kill a server, and wait until nothing answers for it: a forked one ends a moment after the process above it."""
+    processes_of(server)[0].kill()
+    wait_for(lambda: not server.is_healthy())
+
+
 def complaint(probe: ParityProbe, step: int = 3) -> str:
     with pytest.raises(ValueError, match="sampler and trainer disagree") as error:
         probe.generate(LONG, SAMPLING, NoiseKey(5, step))

@@ -31,6 +31,7 @@ from tests.text.servers.bench import (
     TOLERANCE,
     Bench,
     complaint,
+    kill,
     processes_of,
     rows_of,
     tiny_policy,
@@ -241,7 +242,7 @@ def test_a_server_that_died_gets_the_weights_that_it_had_while_the_policy_learns
     engine.load_weights(bench.export().copied())
     expected = rows_of(engine.generate(PROMPTS, SAMPLING, KEY))
     bench.learn()
-    processes_of(bench.server)[0].kill()
+    kill(bench.server)
     again = engine.generate(PROMPTS, SAMPLING, KEY)
     assert (rows_of(again) == expected) == holds
     if holds:

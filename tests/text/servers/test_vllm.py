@@ -29,6 +29,7 @@ from tests.text.servers.bench import (
     Bench,
     bench_of,
     complaint,
+    kill,
     needs_vllm,
     processes_of,
     rows_of,
@@ -107,7 +108,7 @@ def test_a_server_that_lost_its_weights_gets_the_layers_and_then_the_adapters(ad
     expected = rows_of(probe.generate(PROMPTS, SAMPLING, KEY))
     probe.transfer_metrics()
     if adapted.there is None:
-        processes_of(adapted.server)[0].kill()
+        kill(adapted.server)
     else:  # the same as another run leaves behind
         adapted.server.http.post("/update_weight_version", {"new_version": "default"})
     assert rows_of(probe.generate(PROMPTS, SAMPLING, KEY)) == expected
@@ -128,7 +129,7 @@ def test_layers_that_a_server_read_from_files_do_not_travel(
     probe, layers, adapters = bench.probe(), bytes_of(bench, adapters=False), bytes_of(bench, adapters=True)
     expected = rows_of(probe.generate(PROMPTS, SAMPLING, KEY))
     assert probe.transfer_metrics()["transfer/weights_bytes"] == adapters
-    processes_of(bench.server)[0].kill()
+    kill(bench.server)
     assert rows_of(probe.generate(PROMPTS, SAMPLING, KEY)) == expected
     assert probe.transfer_metrics()["transfer/weights_bytes"] == adapters
     bench.engine.recovery_actions()["older weights"]()
