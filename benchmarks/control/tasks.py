@@ -38,7 +38,7 @@ class Task:
     env_id: str = ""
     """Of the environment, where the task has another name."""
     peers_env_id: str = ""
-    """Of the environment of the other sides, where it differs."""
+    """Id of the environment on the other sides, where it differs."""
     env_type: str = "gymnasium"
     """tether's way to make the environment."""
     max_episode_steps: int | None = None

@@ -11,6 +11,13 @@ from tether.config import load_config
 from tether.control.build import build_control_run
 from tether.control.learning.rollouts import POLICY
 
+RUN = [
+    "env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=16", "env.eval.total_num_envs=2",
+    "env.eval.num_episodes=2", "actor_rollout_ref.actor.ppo_mini_batch_size=32", "policy.hidden_dim=8",
+    "trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.val_before_train=False", "trainer.logger=file",
+]  # fmt: skip
+"""Two training steps of four small environments, and a test after them."""
+
 
 def train(overrides, until=None):
     """Train in this process, at most up to a step at which a signal is said to come."""

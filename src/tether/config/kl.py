@@ -64,7 +64,8 @@ def served_teachers(cfg: RunConfig) -> dict[str, TeacherConfig]:
 
 def local_references(cfg: RunConfig) -> list[str]:
     """Return the names of the reference's models on the run's devices."""
-    return [name for name in reference_models(cfg) if name not in served_teachers(cfg)]
+    served = served_teachers(cfg)
+    return [name for name in reference_models(cfg) if name not in served]
 
 
 def has_reference(cfg: RunConfig) -> bool:

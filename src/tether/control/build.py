@@ -119,18 +119,17 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             trust_pickles=trainer_config.trust_checkpoint_pickle,
         )
         actor = build_learner(config, roles, schedule.total_steps)
-        ahead = None
-        if mode != "off":
-            ahead = SamplingAhead(
-                source,
-                rollouts,
-                actor.engine.export,
-                total_steps=schedule.total_steps,
-                max_staleness=config.actor_rollout_ref.rollout.max_staleness if mode == "fully_async" else 1,
-                fixed=mode == "one_step_off",
-                is_compatible=lambda path: not changes_since(path / "run.yaml", loaded, among=DRAW),
-                classes=(EnvBatch, Episode),
-            )
+        ahead = SamplingAhead.of_mode(
+            mode,
+            config.actor_rollout_ref.rollout.max_staleness,
+            source,
+            rollouts,
+            actor.engine.export,
+            total_steps=schedule.total_steps,
+            is_compatible=lambda path: not changes_since(path / "run.yaml", loaded, among=DRAW),
+            classes=(EnvBatch, Episode),
+        )
+        if ahead:
             resources.callback(ahead.close)
         trainer = Trainer(
             source=SourceAhead(ahead) if ahead else source,

@@ -29,7 +29,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, Self
 
 from tether.batch import WeightUpdate
 from tether.checkpoints import as_bytes, from_tree, load_state, to_tree
@@ -117,6 +117,23 @@ class SamplingAhead(Generic[Batch, Details]):
         self._closing = False
         self.position: StateDict = source.state_dict()
         """The state of the source after the last step that was begun."""
+
+    @classmethod
+    def of_mode(
+        cls,
+        mode: str,
+        max_staleness: int,
+        source: Source[Any],
+        rollouts: Rollouts[Any, Batch, Details],
+        export: Callable[[], WeightUpdate],
+        **options: Any,
+    ) -> Self | None:
+        """Return the rollouts of a ``trainer.async_mode``; None if sampling and training alternate (off)."""
+        if mode == "off":
+            return None
+        fixed = mode == "one_step_off"
+        staleness = 1 if fixed else max_staleness
+        return cls(source, rollouts, export, max_staleness=staleness, fixed=fixed, **options)
 
     @property
     def can_evaluate(self) -> bool:

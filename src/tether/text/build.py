@@ -246,15 +246,13 @@ def _sampling_ahead(
 ) -> SamplingAhead[Any, Any] | None:
     """Return the asynchronous sampling; None if sampling and training alternate."""
     config, mode = loaded.config, loaded.config.trainer.async_mode
-    if mode == "off":
-        return None
-    return SamplingAhead(
+    return SamplingAhead.of_mode(
+        mode,
+        config.actor_rollout_ref.rollout.max_staleness,
         source,
         rollouts,
         actor.engine.export,
         total_steps=schedule.total_steps,
-        max_staleness=config.actor_rollout_ref.rollout.max_staleness if mode == "fully_async" else 1,
-        fixed=mode == "one_step_off",
         partial=mode == "fully_async" and config.actor_rollout_ref.rollout.partial_rollout,
         is_compatible=partial(_drawn_by, loaded, warn),
         classes=STORED,

@@ -12,7 +12,7 @@ gymnasium = pytest.importorskip("gymnasium")
 from gymnasium.vector import AutoresetMode  # noqa: E402
 
 from benchmarks.control.compiled_cartpole import CartPole  # noqa: E402
-from tests.runs.control_run import assert_resume_is_exact  # noqa: E402
+from tests.runs.control_run import RUN, assert_resume_is_exact  # noqa: E402
 from tether.control.collecting.collector import EnvCollector  # noqa: E402
 from tether.control.envs.gymnasium_vector import GymnasiumVectorEnv  # noqa: E402
 from tether.control.envs.make import EnvOptions, make_vector_env  # noqa: E402
@@ -22,11 +22,6 @@ from tether.control.policies.spec import PolicySpec  # noqa: E402
 
 pytestmark = pytest.mark.slow  # numba and JAX compile for seconds
 FILE = Path(__file__).parents[3] / "benchmarks/control/compiled_cartpole.py"
-RUN = [
-    "env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=16", "env.eval.total_num_envs=2",
-    "env.eval.num_episodes=2", "actor_rollout_ref.actor.ppo_mini_batch_size=32", "policy.hidden_dim=8",
-    "trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.val_before_train=False", "trainer.logger=file",
-]  # fmt: skip
 PUSHED = '''
 import gymnasium
 import numpy as np

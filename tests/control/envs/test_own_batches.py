@@ -12,7 +12,7 @@ gymnasium = pytest.importorskip("gymnasium")
 from gymnasium.vector import AutoresetMode  # noqa: E402
 
 import tether  # noqa: E402
-from tests.runs.control_run import assert_resume_is_exact  # noqa: E402
+from tests.runs.control_run import RUN, assert_resume_is_exact  # noqa: E402
 from tether.control.envs.make import EnvOptions, make_vector_env  # noqa: E402
 from tether.control.policies.mlp_policy import make_policy  # noqa: E402
 from tether.control.policies.networks import NetworkActor  # noqa: E402
@@ -20,11 +20,6 @@ from tether.control.policies.spec import PolicySpec  # noqa: E402
 from tether.runtime.objects import holding  # noqa: E402
 
 SPACES = gymnasium.spaces.Box(-100, 100, (2,), np.float32), gymnasium.spaces.Box(-1, 1, (1,), np.float32)
-RUN = [
-    "env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=16", "env.eval.total_num_envs=2",
-    "env.eval.num_episodes=2", "actor_rollout_ref.actor.ppo_mini_batch_size=32", "policy.hidden_dim=8",
-    "trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.val_before_train=False", "trainer.logger=file",
-]  # fmt: skip
 
 VECTOR = '''
 import gymnasium

@@ -370,10 +370,6 @@ class EnvCollector:
         try:
             if rollout is not None and arrays is not None:
                 finals = self._play_at_once(rollout, arrays, noise.numpy(), rows)
-                if not self._checked_rollout:
-                    self._refuse(_not_finite(rows, finals))
-                    self._check_actions(act, noise.numpy(), rows)
-                    self._checked_rollout = True
             elif in_groups is None:
                 finals = self._play(act, noise.numpy(), rows)
             else:
@@ -384,6 +380,9 @@ class EnvCollector:
             raise
         rows.starts[:, -1] = self._fresh
         self._refuse(_not_finite(rows, finals) + self._stuck(rows))
+        if arrays is not None and not self._checked_rollout:
+            self._check_actions(act, noise.numpy(), rows)
+            self._checked_rollout = True
         self._done += self.steps
         success = rows.success if self._reports_success else None
         ended = rows.terminated | rows.truncated
