@@ -100,6 +100,9 @@ def differentiable_loss(
 class FlatAutogradEngine(FlatEngine):
     """Owns and trains a control policy of any kind; see `FlatEngine`, which is faster and gives the same gradient."""
 
+    def _preallocated(self, mini: Samples, loss: ControlLoss) -> None:
+        return None
+
     def _gradients(self, mini: Samples, loss: ControlLoss, draws: Draws) -> Outputs:
         rows, width = mini.decisions(), self.policy.head.width
         weights = weights_of(loss, rows, width, self._chunk)

@@ -182,6 +182,9 @@ class FlatRankEngine(FlatEngine):
                 raise
             raise MicroBatchTooLarge(str(error), (MICRO_BATCH, limit // 2)) from None
 
+    def _preallocated(self, mini: Samples, loss: ControlLoss) -> None:
+        return None  # the gradients of all rows are needed between forward and backward pass
+
     def _mine(self, rows: Samples) -> Samples:
         indices, is_local = rows.obs, self._local_rows(rows)
         return replace(rows[is_local], obs=self._seen[indices[is_local]])

@@ -25,6 +25,7 @@ from tether.batch import EnvBatch, WeightUpdate
 from tether.checkpoints import load_state, save_state
 from tether.config.schema import OptimConfig
 from tether.control.learning.losses import ControlLoss, Draws, Outputs, RolloutOutputs, Samples, mask_at, to_columns
+from tether.control.learning.preallocated import PreallocatedGradients
 from tether.control.policies.memoryless_policy import MemorylessPolicy
 from tether.control.policies.mlp_policy import Policy, save_policy
 from tether.control.policies.networks import device_of
@@ -90,11 +91,10 @@ class FlatParameters:
         if self._masters:
             self.grads.zero_()
 
-    @torch.no_grad()
     def finish_update(self) -> None:
         """Round the parameters of a narrower format from the updated vector."""
         for parameter, master in self._masters.items():
-            parameter.copy_(master)
+            parameter.data.copy_(master)
 
     @contextmanager
     def in_float32(self) -> Iterator[None]:
@@ -143,15 +143,15 @@ class FlatAdamW:
     def step(self, rates: Sequence[float]) -> None:
         """Update the parameters from the gradients, with a learning rate for each group."""
         self._steps += 1
-        (beta1, beta2), grads, values = self._betas, self.parameters.grads, self.parameters.values
+        (beta1, beta2), grads = self._betas, self.parameters.grads
         self._first.lerp_(grads, 1 - beta1)
         self._second.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
         torch.sqrt(self._second, out=self._denominator)
         self._denominator.mul_((1 - beta2**self._steps) ** -0.5).add_(self._eps)
-        for span, rate in self._spans(rates):
+        for (value, first, denominator), rate in zip(self._spans(rates), rates, strict=False):
             if self._weight_decay:
-                values[span].mul_(1 - rate * self._weight_decay)
-            values[span].addcdiv_(self._first[span], self._denominator[span], value=-rate / (1 - beta1**self._steps))
+                value.mul_(1 - rate * self._weight_decay)
+            value.addcdiv_(first, denominator, value=-rate / (1 - beta1**self._steps))
         self.parameters.finish_update()
 
     def state_dict(self) -> StateDict:
@@ -162,10 +162,12 @@ class FlatAdamW:
         self._second.copy_(state["second"])
         self._steps = int(state["steps"])
 
-    def _spans(self, rates: Sequence[float]) -> list[tuple[slice, float]]:
+    def _spans(self, rates: Sequence[float]) -> list[tuple[Tensor, ...]]:
+        """Return values, first moments and denominators of each group, or of all together if their rates are equal."""
+        vectors = self.parameters.values, self._first, self._denominator
         if len(set(rates)) == 1:
-            return [(slice(None), rates[0])]
-        return list(zip(self.parameters.slices, rates, strict=True))
+            return [vectors]
+        return [tuple(vector[span] for vector in vectors) for span in self.parameters.slices]
 
 
 Result = TypeVar("Result")
@@ -230,6 +232,7 @@ class FlatEngine:
         outputs: list[Outputs] = []
         epochs = 0
         samples = batch = batch.to(self._device)
+        preallocated: dict[int, PreallocatedGradients | None] = {}  # by the rows of a mini-batch
         while epochs < plan.epochs and len(samples):
             rates = self._rates(step)
             if plan.shuffle:
@@ -238,7 +241,10 @@ class FlatEngine:
             outputs = []
             for number, mini in enumerate(samples.split(plan.mini_batch_rows)):
                 draws = partial(plan.generator, step, epochs, number)
-                outputs.append(self.gradients(mini, function, draws))
+                if len(mini) not in preallocated:
+                    preallocated[len(mini)] = self._preallocated(mini, function)
+                quick = preallocated[len(mini)]
+                outputs.append(self.gradients(mini, function, draws) if quick is None else quick(mini))
                 norms.append(self._optimizer.clip_(self._options.grad_clip))
                 if math.isfinite(norms[-1]):
                     self._optimizer.step(rates)
@@ -303,6 +309,10 @@ class FlatEngine:
         policy.backward(passed, outputs_grad, values_grad)
         self._finish_gradients()
         return Outputs(log_probs, entropy, values, gradient.loss, self._norm_of_all(outputs_grad))
+
+    def _preallocated(self, mini: Samples, loss: ControlLoss) -> PreallocatedGradients | None:
+        """Return what computes `gradients` of mini-batches like this one in less time, if there is such."""
+        return PreallocatedGradients.of(self.policy, loss, mini)
 
     def _within_memory(self, attempt: Callable[[], Result], rows: int) -> Result:
         return within_policy_memory(self.policy, attempt, rows)

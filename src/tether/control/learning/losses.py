@@ -38,7 +38,7 @@ from tether.algorithms.aggregation import loss_divisors
 from tether.batch import EnvBatch
 from tether.config.schema import ActorConfig, AlgorithmConfig, CriticConfig
 from tether.control.policies.mlp_policy import Policy
-from tether.control.policies.networks import device_of
+from tether.control.policies.networks import Numbers, device_of, exp
 from tether.control.policies.spec import Memory, Observations
 from tether.loop.engine import LossSpec
 from tether.loop.own_functions import policy_loss
@@ -133,8 +133,9 @@ class Samples:
         """Split into chunks of `size` decisions, the last one possibly smaller; sequences are not split."""
         if self.memory is not None:
             size //= self.memory.selected.shape[1]
-        for start in range(0, len(self), size):
-            yield self.each(lambda column, start=start: column[start : start + size])  # type: ignore[misc]
+        columns = self._columns()
+        for chunk in zip(*(column.split(size) for column in columns.values()), strict=True):
+            yield Samples(**dict(zip(columns, chunk, strict=True)), observed=self.observed)
 
     def decisions(self) -> Samples:
         """Return the decisions to train on, one per row, also with a memory; the observations are unchanged."""
@@ -145,13 +146,17 @@ class Samples:
 
     def each(self, change: Callable[[Tensor], Tensor], *but: str) -> Samples:
         """Apply a function to each column except some; `observed` is unchanged."""
-        changed: dict[str, Any] = {}
-        for declared in fields(self):
-            name = declared.name
-            column = getattr(self, name)
-            if column is not None and name not in (*but, "observed"):
-                changed[name] = column.each(change) if isinstance(column, Memory) else change(column)
+        changed: dict[str, Any] = {
+            name: column.each(change) if isinstance(column, Memory) else change(column)
+            for name, column in self._columns().items()
+            if name not in but
+        }
         return replace(self, **changed)
+
+    def _columns(self) -> dict[str, Any]:
+        """Return the columns that there are, each with the same rows."""
+        declared = ((column.name, getattr(self, column.name)) for column in fields(self))
+        return {name: column for name, column in declared if column is not None and name != "observed"}
 
 
 def dealt(samples: Samples, ranks: int) -> list[tuple[Samples, Observations]]:
@@ -240,6 +245,11 @@ class RolloutForward:
 CLIPS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
 
+def clip_ratios(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those options of a policy loss that `vanilla_gradient` has."""
+    return {key: options[key] for key in CLIPS if key in options}
+
+
 @dataclass(frozen=True)
 class LossGradient:
     """The gradient of the sum of the losses of all elements [B, L]."""
@@ -257,42 +267,43 @@ PolicyGradient = Callable[[Tensor, Tensor, Tensor, Tensor | None, Draws], LossGr
 
 
 def vanilla_gradient(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
+    log_probs: Numbers,
+    old_log_probs: Numbers,
+    advantages: Numbers,
     *,
     clip_ratio_low: float = 0.2,
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float | None = 3.0,
-) -> Tensor:
+) -> Numbers:
     """Differentiate ``POLICY_LOSSES["vanilla"]`` by the log-probabilities, [B, L].
 
     With r = p / p_old the loss -A r has the derivative -A r; where a clip or the dual clip binds, it is a constant.
     """
     log_ratio = log_probs - old_log_probs
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
-    unclipped = -advantages * ratio
-    live = unclipped >= -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    live &= log_ratio.abs() <= MAX_LOG_RATIO
+    ratio = exp(log_ratio.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    costs = -advantages
+    unclipped = costs * ratio
+    live = unclipped >= costs * ratio.clip(1 - clip_ratio_low, 1 + clip_ratio_high)
+    live &= abs(log_ratio) <= MAX_LOG_RATIO
     if clip_ratio_c is not None:
-        live &= (advantages >= 0) | (unclipped <= -advantages * clip_ratio_c)
+        live &= (advantages >= 0) | (unclipped <= costs * clip_ratio_c)
     return unclipped * live
 
 
 def value_gradient(
-    values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange_value: float | None, huber_delta: float | None
-) -> Tensor:
+    values: Numbers, old_values: Numbers, returns: Numbers, *, cliprange_value: float | None, huber_delta: float | None
+) -> Numbers:
     """Differentiate `tether.algorithms.value_loss` by the values, [B, 1].
 
     The larger of the losses of V and of the clipped V counts; the clipped one has no derivative where the clip binds.
     Both being functions of the distance |V - R| alone, the larger loss is that of the larger distance.
     """
     error = values - returns
-    gradient = error if huber_delta is None else error.clamp(-huber_delta, huber_delta)
+    gradient = error if huber_delta is None else error.clip(-huber_delta, huber_delta)
     if cliprange_value is None:
         return gradient
-    near_old = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
-    return gradient * (error.abs() >= (near_old - returns).abs())
+    near_old = values.clip(old_values - cliprange_value, old_values + cliprange_value)
+    return gradient * (abs(error) >= abs(near_old - returns))
 
 
 def policy_gradient(
@@ -306,7 +317,7 @@ def policy_gradient(
         selection: keyword arguments of ``TOKEN_SELECTIONS[name]``, if the loss treats some tokens differently.
     """
     if name == "vanilla":
-        clips: dict[str, Any] = {key: options[key] for key in CLIPS if key in options}
+        clips = clip_ratios(options)
 
         def closed_form(
             log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor | None, draws: Draws

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -52,10 +52,12 @@ class Activation:
 
 
 def _tanh(x: Tensor) -> Tensor:
-    """Compute tanh, with NumPy on a CPU without gradients, where it takes a seventh of PyTorch's time."""
-    if x.requires_grad or x.device.type != "cpu":
+    """Compute tanh; without autograd on a CPU in place, with NumPy, where it takes a seventh of PyTorch's time."""
+    if x.requires_grad or not x.is_cpu:
         return torch.tanh(x)
-    return torch.from_numpy(np.tanh(x.numpy()))
+    array = x.numpy()
+    np.tanh(array, out=array)
+    return x
 
 
 def _relu(x: FloatArray) -> FloatArray:
@@ -83,6 +85,15 @@ ACTIVATIONS = {  # named functions, so that a policy can be pickled
     "relu": Activation(torch.relu, _relu, _relu_backward, math.sqrt(2)),
     "elu": Activation(nn.functional.elu, _elu, _elu_backward, math.sqrt(2)),
 }
+
+
+Numbers = TypeVar("Numbers", Tensor, FloatArray)
+"""Tensors or arrays."""
+
+
+def exp(x: Numbers) -> Numbers:
+    """Compute exp, of arrays with the bits of PyTorch's."""
+    return x.exp() if isinstance(x, Tensor) else torch.from_numpy(x).exp().numpy()
 
 
 def as_array(tensor: Tensor) -> FloatArray:
@@ -152,7 +163,7 @@ class Mlp(nn.Module):
         passed = [x]
         last = len(self.linear) - 1
         for index, (weight, bias) in enumerate(self.linear):
-            x = torch.addmm(bias, x, weight.t())
+            x = nn.functional.linear(x, weight, bias)
             if index < last:
                 x = self.activation.apply(x)
             passed.append(x)
@@ -169,7 +180,8 @@ class Mlp(nn.Module):
             hidden_grad: further gradient of the last hidden layer, from other modules that read it.
             add: add to the existing gradients instead of overwriting them.
         """
-        for index, (weight, bias) in reversed(list(enumerate(self.linear))):
+        for index in range(len(self.linear) - 1, -1, -1):
+            weight, bias = self.linear[index]
             if add:
                 assert weight.grad is not None
                 assert bias.grad is not None

@@ -208,6 +208,11 @@ class Memory:
     def rows(self, which: slice | Tensor) -> Memory:
         return Memory(self.starts[which], self.state[which], self.selected[which])
 
+    def split(self, size: int) -> list[Memory]:
+        """Split into chunks of `size` sequences, the last one possibly smaller."""
+        columns = (self.starts, self.state, self.selected)
+        return [Memory(*chunk) for chunk in zip(*(column.split(size) for column in columns), strict=True)]
+
 
 @dataclass(frozen=True)
 class ForwardPass:
