@@ -18,6 +18,7 @@ from tests.processes import runs
 from tether.control.collecting.collector import EpisodeTracker
 from tether.control.envs.make import EnvOptions, Pacing, make_vector_env
 from tether.control.envs.protocol import NO_SEED
+from tether.control.envs.subprocesses import WorkerVectorEnv
 
 ROOT = Path(__file__).resolve().parents[3]
 NOTHING = np.zeros((3, 1), dtype=np.int64)
@@ -399,7 +400,11 @@ def test_processes_are_what_makes_environments(own):
     assert sorted(map(made.count, set(made))) == [1, 2]
 
 
-def test_a_function_that_makes_none_is_said_as_in_this_process(own, capfd):
+@pytest.mark.parametrize("busy", [0.0, 0.5])
+def test_a_function_that_makes_none_is_said_as_in_this_process(own, capfd, monkeypatch, busy):
+    """Also where this process asks so late that the other one could have ended meanwhile."""
+    announced = WorkerVectorEnv._announced
+    monkeypatch.setattr(WorkerVectorEnv, "_announced", lambda env: time.sleep(busy) or announced(env))
     said = []
     for vectorization in ("sync", "subprocess"):
         with pytest.raises(ValueError, match=r"broken: a call with no arguments.*LookupError: no level 3") as caught:

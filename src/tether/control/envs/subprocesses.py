@@ -334,13 +334,12 @@ def _serve(channel: Channel, make: MakeVector, count: int, timeout: float, seed:
     try:
         env = make(count)
     except Exception as error:
+        if channel.receive() is None:
+            return  # the first worker failed, too, and its error is reported: this one needs no traceback
         if announces and refuse(error):
             return
-        # If the first worker failed too, no request comes: its error is reported, and this one needs no traceback.
-        if announces or channel.receive() is not None:
-            answer(f"raised {type(error).__name__}: {error}")
-            raise
-        return
+        answer(f"raised {type(error).__name__}: {error}")
+        raise
     if announces:
         channel.receive()
         answer((env.actions, env.layout, env.spaces))
