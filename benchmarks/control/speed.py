@@ -28,6 +28,15 @@ PEER_NAMES = {"purejaxrl": "PureJaxRL", "sb3": "Stable-Baselines3"}
 _cartpole = replace(TASKS["CartPole-v1"], env_id="CartPole-v1", sides=("tether", "purejaxrl"), test_episodes=1)
 _in_numba = replace(_cartpole, env_id="benchmarks/control/compiled_cartpole.py:CartPole", peers_env_id="CartPole-v1")
 _sb3: dict[str, Any] = {"sides": ("tether", "sb3"), "test_episodes": 1}
+_pong = replace(
+    TASKS["CartPole-v1"],
+    env_id="ale_py:PongNoFrameskip-v4",
+    steps=10_240,
+    clip=0.1,
+    wrapper="benchmarks.control.speed:atari",
+    policy_of_sb3="CnnPolicy",
+    **_sb3,
+)
 
 SPEED = {
     "CartPole, 8 x 128": _cartpole,
@@ -41,15 +50,8 @@ SPEED = {
     ),
     "Pendulum": replace(LEARNING["Pendulum-v1"], env_id="Pendulum-v1", **_sb3),
     "HalfCheetah": replace(TASKS["HalfCheetah-v5"], env_id="HalfCheetah-v5", steps=40_960, **_sb3),
-    "Pong, CNN": replace(
-        TASKS["CartPole-v1"],
-        env_id="ale_py:PongNoFrameskip-v4",
-        steps=10_240,
-        clip=0.1,
-        wrapper="benchmarks.control.speed:atari",
-        policy_of_sb3="CnnPolicy",
-        **_sb3,
-    ),
+    "Pong, CNN": _pong,
+    "Pong, CNN in bfloat16": replace(_pong, dtype="bfloat16"),
 }
 
 
@@ -75,6 +77,7 @@ ROWS = (
     Row("Pendulum, mini-batches of 64", "Pendulum", {"gymnasium": "gymnasium"}),
     Row("HalfCheetah, mini-batches of 64", "HalfCheetah", {"mujoco": "mujoco"}),
     Row("Atari's Pong, Nature-CNN, mini-batches of 256", "Pong, CNN", {"ale_py": "atari", "cv2": "atari"}),
+    Row("the same, tether's CNN in bfloat16", "Pong, CNN in bfloat16", {"ale_py": "atari", "cv2": "atari"}),
 )
 
 

@@ -47,6 +47,8 @@ class Task:
     """Around each environment, as module:Class."""
     pixel_scale: float = 10.0
     """MiniGrid's pictures are divided by it: numbers of objects, up to 10, of colours and of states."""
+    dtype: str = "float32"
+    """Format in which tether's CNN computes."""
     action_masks: bool = False
     """The environment tells which choices are allowed."""
     policy_of_sb3: str = "MlpPolicy"
@@ -149,6 +151,7 @@ def overrides(name: str, task: Task, seed: int, threads: int, folder: Path) -> l
         *([f"env.train.max_episode_steps={task.max_episode_steps}"] if task.max_episode_steps else []),
         *([f"env.train.wrappers=[{task.wrapper}]"] if task.wrapper else []),
         *([f"policy.pixel_scale={task.pixel_scale}"] if name.startswith("MiniGrid-") else []),
+        *([f"policy.dtype={task.dtype}"] if task.dtype != "float32" else []),
         *(["env.train.action_masks=true"] if task.action_masks else []),
         f"trainer.total_env_steps={task.steps}",
         f"trainer.seed={seed}",

@@ -89,6 +89,7 @@ def overrides(folder, *more):
 MAZES = ["env.train.id=tether/TMaze-v0", *LSTM, "policy.normalize_observations=True"]
 RUNS = {
     "cnn": ["env.train.id=tether/Spot-v0", *CNN, "env.train.init_params.shift=True"],
+    "cnn in bfloat16": ["env.train.id=tether/Spot-v0", *CNN, "policy.dtype=bfloat16", "policy.share_critic=False"],
     "frames": [
         "env.train.id=tether/Spot-v0", *CNN, "env.train.frame_stack=3", f"{ACTOR}.ppo_micro_batch_size_per_gpu=8",
     ],

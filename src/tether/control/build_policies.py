@@ -117,6 +117,7 @@ def new_policy(
         pictures=pictures,
         cnn_type=fitting_cnn(policy.cnn_type, env, pictures),
         pixel_scale=policy.pixel_scale,
+        dtype=policy.dtype,
         network=policy.model_type if is_own_function(policy.model_type) else None,
         features_extractor=policy.features_extractor,
         lstm_dim=policy.lstm_dim,

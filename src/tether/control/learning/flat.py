@@ -26,8 +26,7 @@ from tether.checkpoints import load_state, save_state
 from tether.config.schema import OptimConfig
 from tether.control.learning.losses import ControlLoss, Draws, Outputs, RolloutOutputs, Samples, mask_at, to_columns
 from tether.control.learning.preallocated import PreallocatedGradients
-from tether.control.policies.memoryless_policy import MemorylessPolicy
-from tether.control.policies.mlp_policy import Policy, save_policy
+from tether.control.policies.mlp_policy import ControlPolicy, Policy, save_policy
 from tether.control.policies.networks import device_of
 from tether.loop.engine import (
     CHECKED_BYTES,
@@ -200,7 +199,7 @@ class FlatEngine:
         self._incidents = Incidents(incident_dir)
         self._chunk = policy.spec.num_action_chunks
         self._rate_factor = 1.0
-        narrow = policy.narrow_parameters() if isinstance(policy, MemorylessPolicy) else []
+        narrow = [] if isinstance(policy, ControlPolicy) else policy.narrow_parameters()
         self._flat = FlatParameters(policy.parameter_groups(), narrow, torch.bfloat16)
         self._optimizer = FlatAdamW(self._flat, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
 

@@ -31,6 +31,7 @@ FLOW = ActsIf(".model_type", on=FLOW_TYPES, own_function=False)
 FIXED_NOISE = ActsIf(".noise_method", on=("flow_sde", "flow_cps"))
 LEARNED_NOISE = ActsIf(".noise_method", on=("flow_noise",))
 TRANSFORMER = ActsIf(".model_type", on=VLA_TYPES, own_function=False)
+NARROW = ActsIf(".model_type", on=(*VLA_TYPES, "cnn_policy"), own_function=False)
 PROMPTED = ActsIf(".model_type", on=(*VLA_TYPES, *FLOW_TYPES), own_function=False)
 OWN_TOO = ActsIf(".model_type", on=("mlp_policy", "cnn_policy"))
 
@@ -54,8 +55,8 @@ class PolicyConfig(Section):
     """Attention heads of the transformer."""
     temperature: Annotated[PositiveFloat, TRANSFORMER] = 1.0
     """Temperature of the softmax over action tokens, in acting and in learning."""
-    dtype: Annotated[Literal["float32", "bfloat16"], TRANSFORMER] = "float32"
-    """Format in which the transformer computes in training; the optimizer keeps float32 weights. (tether's own key.)"""
+    dtype: Annotated[Literal["float32", "bfloat16"], NARROW] = "float32"
+    """Format of the transformer or CNN in training; the optimizer keeps float32 weights. (tether's own key.)"""
     unnorm_key: Annotated[Name | None, TRANSFORMER] = None
     """Dataset whose statistics scale the actions of a published OpenVLA policy; null: its only one. (OpenVLA's key.)"""
     center_crop: Annotated[bool, TRANSFORMER] = False

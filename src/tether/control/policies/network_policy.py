@@ -106,7 +106,7 @@ class Cnn(nn.Module):
         x = x.contiguous(memory_format=torch.channels_last)  # faster for few channels, forward and backward
         for layer in self.layers:
             x = self._activation.apply(layer(x))
-        return x.reshape(*picture.shape[:-3], self.features)
+        return x.reshape(*picture.shape[:-3], self.features).to(torch.promote_types(x.dtype, torch.float32))
 
 
 def uniform_lstm(inputs: int, width: int, generator: torch.Generator) -> nn.LSTM:
@@ -291,6 +291,11 @@ class NetworkPolicy(nn.Module):
         actor = [*self.torso.parameters(), *self.actor.parameters(), *self.head.parameters()]
         critic = [module for module in (self.critic_torso, self.critic) if module is not None]
         return actor, [parameter for module in critic for parameter in module.parameters()]
+
+    def narrow_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that compute in bfloat16 in training: those of CNNs, if the spec says so."""
+        cnns = [module for module in self.modules() if isinstance(module, Cnn)]
+        return [parameter for cnn in cnns for parameter in cnn.parameters()] if self.spec.dtype == "bfloat16" else []
 
     def networks(self) -> list[nn.Module]:
         """Return the trained modules except the head."""

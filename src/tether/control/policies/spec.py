@@ -117,6 +117,8 @@ class PolicySpec:
     """A name in ``tether.control.policies.network_policy.CNNS``."""
     pixel_scale: float = 255.0
     """Pixels are divided by this."""
+    dtype: str = "float32"
+    """Format in which the CNN computes in training: float32 or bfloat16."""
     network: str | None = None
     """Reference to a user-defined network (`tether.control.policies.own_policy`); None: a network of tether."""
     features_extractor: str | None = None
