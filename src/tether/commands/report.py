@@ -87,8 +87,10 @@ def next_commands(checkpoint: Path | None, command: str) -> list[str]:
     actor = checkpoint / "actor"
     folder = shlex.quote(str(checkpoint))
     if (actor / "config.json").is_file():
+        adapter = checkpoint / "adapter"
+        merged = f", merged; its adapter: {adapter}" if adapter.is_dir() else ""
         return [
-            f"checkpoint  {checkpoint}   (the policy: {actor})",
+            f"checkpoint  {checkpoint}   (the policy: {actor}{merged})",
             f'try it      tether generate {folder} "your question"',  # its run.yaml says whether code may be run
             *resume,
         ]
