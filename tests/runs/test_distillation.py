@@ -232,8 +232,10 @@ def test_resume_asks_for_the_same_teachers(inputs: Path, teacher: Path, other_te
             build_run(load_config(None, again))
 
 
-def test_a_row_without_a_teacher_is_refused(inputs: Path, teacher: Path, other_teacher: Path, tmp_path: Path) -> None:
-    """Before the models load, and by the checks of files; validation needs no teacher."""
+def test_a_row_without_a_teacher_is_refused_and_a_teacher_without_rows(
+    inputs: Path, teacher: Path, other_teacher: Path, tmp_path: Path
+) -> None:
+    """Before the models load, and the rows by the checks of files; validation needs no teacher."""
     taught = of_two_teachers(tmp_path, teacher, other_teacher)
     write_jsonl(tmp_path / "two_sources.jsonl", [*rows("tiny/sums", 3), *rows("tiny/word", 1)])
     config = load_config(None, [*base_overrides(inputs, tmp_path / "run"), *SAMPLED, *taught])
@@ -248,6 +250,11 @@ def test_a_row_without_a_teacher_is_refused(inputs: Path, teacher: Path, other_t
     assert re.search(message, f"{problem.path}: {problem.what} {problem.fix}")
     held_out = write_jsonl(tmp_path / "held_out.jsonl", rows("tiny/else", 12)[10:])
     write_jsonl(tmp_path / "two_sources.jsonl", rows("tiny/sums", 3))
+    with pytest.raises(ValueError, match=r"teacher_models\.words\.key: no training row has 'tiny/words' as its"):
+        build_run(config)
+    with built([*base_overrides(inputs, tmp_path / "run"), *SAMPLED, *taught, "data.train_max_samples=2"]):
+        pass  # other rows may have it
+    write_jsonl(tmp_path / "two_sources.jsonl", [*rows("tiny/sums", 3), *rows("tiny/words", 1)])
     validated = [*base_overrides(inputs, tmp_path / "run"), *SAMPLED, *taught, f"data.val_files={held_out}"]
     with built(validated):
         pass

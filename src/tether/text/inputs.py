@@ -24,14 +24,21 @@ from tether.config import (
 from tether.config.schema import ModelConfig
 from tether.runtime.cache import cache_dir
 from tether.runtime.objects import is_object
+from tether.spelling import did_you_mean
 from tether.text.data.columns import Columns
 from tether.text.data.config import DataConfig
 from tether.text.data.custom import load_custom_dataset, rows_of_object
 from tether.text.data.examples import ExampleDataset
 from tether.text.data.prompts import PromptDataset, PromptOptions, dated_template, today
-from tether.text.data.rows import RowAgent, Rows
+from tether.text.data.rows import Row, RowAgent, Rows
 from tether.text.input_checks import check_turns_act, rows_of, trained_sections
-from tether.text.learning.config_distillation import check_has_teacher, teacher_of_source
+from tether.text.learning.config_distillation import (
+    TEACHERS,
+    DistillationConfig,
+    check_has_teacher,
+    read_teachers,
+    teacher_of_source,
+)
 from tether.text.learning.served_teacher import build_served_teachers
 from tether.text.models.load import load_config, load_tokenizer
 from tether.text.models.model_path import resolve_model_path
@@ -83,8 +90,8 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
     train = build_dataset(
         data, agent, tokenizer, data.train_files, data.train_max_samples, shuffle=data.shuffle, tools=tools
     )
-    if config.distillation.enabled and (taught := teacher_of_source(config.distillation.teacher_models)):
-        train.check_rows(lambda row: check_has_teacher(taught, row.data_source))
+    if config.distillation.enabled and teacher_of_source(config.distillation.teacher_models):
+        _check_teachers_act(data, config.distillation, train)
     validation = None
     if data.val_files:
         validation = build_dataset(
@@ -115,6 +122,28 @@ def check_adapters(config: RunConfig, inputs: Inputs) -> None:
         if settings.lora_adapter_path is not None:
             path = inputs.critic_path if section == "critic.model" else inputs.model_path
             check_adapter(section, settings, path)
+
+
+def _check_teachers_act(data: DataConfig, distillation: DistillationConfig, train: PromptDataset) -> None:
+    """Refuse rows of a data source without a teacher, and, if all rows are read, a teacher whose source no row has.
+
+    Raises:
+        ValueError: the message names the row, or the teacher.
+    """
+    taught, present = teacher_of_source(distillation.teacher_models), set[str]()
+
+    def check(row: Row) -> None:
+        check_has_teacher(taught, row.data_source)
+        present.add(row.data_source)
+
+    train.check_rows(check)
+    for name, teacher in read_teachers(distillation.teacher_models).items():
+        if data.train_max_samples == -1 and teacher.key not in present:
+            similar = did_you_mean(str(teacher.key), sorted(present))
+            raise ValueError(
+                f"{TEACHERS}.{name}.key: no training row has {teacher.key!r} as its `data_source`, so this teacher "
+                f"would score nothing. Correct it, or leave the teacher out.{similar}"
+            )
 
 
 def _check_heads(config: RunConfig, policy: Path | str, references: Iterable[Path | str], critic: Path | str) -> None:
