@@ -240,6 +240,14 @@ BAD: dict[str, tuple[list[str], str]] = {
         ],
         "critic.megatron.pipeline_model_parallel_size=2: cannot distribute",
     ),
+    "adapters of a layer that Megatron has none in": (
+        ["actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.model.target_modules=[q_proj,lm_head]"],
+        "lm_head would get an adapter, which Megatron holds in attention and MLP alone",
+    ),
+    "adapters of no layer": (
+        ["critic.model.lora_rank=2", "critic.model.target_modules=[q_prj]"],
+        "target_modules",
+    ),
     "layers of a stage": (
         [f"{SIZES}.override_transformer_config={{num_layers_in_last_pipeline_stage: two}}"],
         "num_layers_in_last_pipeline_stage='two': is not a whole number above 0",

@@ -104,7 +104,7 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, ch
         prefix = f"{name}.megatron."
         families.check_family(hf_config)
         rank = 0 if model == "reference" else _model_of(config, role).lora_rank
-        check_adapters(rank, hf_config, "critic.model" if model == "critic" else "actor_rollout_ref.model")
+        check_adapters(rank, hf_config, _model_section(role))
         check(layout, hf_config, len(devices[model]), prefix)
         try:
             with warnings.catch_warnings():
@@ -115,8 +115,26 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, ch
             message = str(error) if str(error).startswith(key) else f"{key}: Megatron refuses it: {error}"
             raise ValueError(f"{prefix}{message}") from error
         from_start = checkpoint is None or model == "reference" or rank > 0
+        if rank > 0:
+            _check_targets(config, role, path, hf_config)
         if role.megatron.use_dist_checkpointing and from_start:
             _check_weights(role, prefix, empty_model(path, hf_config, critic=model == "critic"))
+
+
+def _check_targets(config: RunConfig, role: Role, path: Path | str, hf_config: PreTrainedConfig) -> None:
+    """Compare the linear layers that get a new adapter with those in which Megatron can hold one."""
+    is_critic, settings = isinstance(role, CriticConfig), _model_of(config, role)
+    if settings.lora_adapter_path is not None:  # its layers are those of the file
+        return
+    model = empty_model(path, hf_config, critic=is_critic)
+    with torch.random.fork_rng(devices=[]):
+        insert_adapter(model, settings, _model_section(role), None, config.trainer.seed)
+    families, mapping, adapters = (
+        importlib.import_module(f"tether.integrations.megatron.{name}") for name in ("families", "mapping", "adapters")
+    )
+    value_bias = families.has_value_bias(hf_config)
+    weights = mapping.tensor_mappings(hf_config, "critic" if is_critic else "actor", value_bias)
+    adapters.MegatronAdapters.of(model).check(weights)
 
 
 def _check_weights(role: Role, prefix: str, model: PreTrainedModel) -> None:
@@ -203,23 +221,24 @@ def _with_adapter(
 ) -> tuple[PreTrainedModel, dict[str, Tensor] | None]:
     """Return a model without weights with the adapter of its section, and the adapter's values on the CPU, with those
     of a critic's head that comes with it; None without adapter."""
-    section, settings = (
-        "critic.model" if isinstance(role, CriticConfig) else "actor_rollout_ref.model",
-        _model_of(config, role),
-    )
+    settings = _model_of(config, role)
     if not settings.lora_rank:
         return model, None
     # peft puts an adapter where the weights are: placeholders with the memory of one number have it drawn on the CPU,
     # as the other engines do.
     adapted = with_weights(model, (torch.zeros(1).expand(p.shape) for p in model.parameters()))
     placeholders = set(adapted.parameters())
-    insert_adapter(adapted, settings, section, saved, config.trainer.seed)
+    insert_adapter(adapted, settings, _model_section(role), saved, config.trainer.seed)
     values = {name: p.detach() for name, p in adapted.named_parameters() if p not in placeholders}
     return empty_copy(adapted), values
 
 
 def _model_of(config: RunConfig, role: Role) -> BackboneConfig:
     return config.critic.model if isinstance(role, CriticConfig) else config.actor_rollout_ref.model
+
+
+def _model_section(role: Role) -> str:
+    return "critic.model" if isinstance(role, CriticConfig) else "actor_rollout_ref.model"
 
 
 def _sampler(config: RunConfig, policy: PreTrainedModel, sources: Sources) -> NativeEngine:
