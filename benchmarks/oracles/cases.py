@@ -9,9 +9,9 @@ from torch import Tensor
 
 SCENARIOS = {
     "ragged": "answers of different lengths, groups of 2 to 5",
-    "tools": "observations between the policy's tokens, with numbers of their own but no reward",
+    "tools": "observations between the policy's tokens, with their own values and log-probabilities but no reward",
     "lone": "ragged, and the first group has one answer",
-    "empty": "ragged, and one answer has no token, but a score in its first place",
+    "empty": "ragged, and one answer has no tokens, but a score at its first position",
     "equal": "all answers of a group have the same score, float32",
     "far": "log-probabilities up to 60 apart",
     "poison": "ragged, with NaN at every masked position",

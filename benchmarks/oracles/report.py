@@ -16,7 +16,7 @@ Reasons = dict[tuple[str, str | None], list[Difference]]
 
 READ = (
     ("NeMo RL 00925dd", "gdpo", "sums the components, then whitens over rows", "whitens over tokens, as verl does"),
-    ("NeMo RL 00925dd", "gdpo, grpo", "the baseline may leave a row's own score out", "`rloo` does; the others do not"),
+    ("NeMo RL 00925dd", "gdpo, grpo", "the baseline can exclude a row's own score", "`rloo` does; the others do not"),
     (
         "NeMo RL 00925dd, AReaL 1.0.4",
         "rejection by the ratio",
@@ -26,21 +26,21 @@ READ = (
     (
         "AReaL 1.0.4",
         "importance weights",
-        "a log-ratio that is no finite number counts as 0",
+        "a non-finite log-ratio counts as 0",
         "-inf on both sides does; NaN stays NaN, and `veto_mask` drops the row",
     ),
     (
         "RLinf 0.3.0",
-        "losses of the dimensions of actions, under a mask",
-        "divides by the actions, not by their D dimensions: D times as large",
-        "divides by what it sums",
+        "losses of action dimensions, under a mask",
+        "divides by the number of actions, not by their D dimensions: D times as large",
+        "divides by the number of terms",
     ),
     ("verl 0.9.1", "kl_cov: `actor/ppo_kl`", "mean of abs(log r)", "mean of -log r; `actor/ppo_kl_abs` is the other"),
-    ("verl 0.9.1", "gspo: `actor/ppo_kl`", "of any log r", "of log r held within +-20"),
+    ("verl 0.9.1", "gspo: `actor/ppo_kl`", "of the unclamped log r", "of log r clamped to +-20"),
     (
         "verl 0.9.1",
         "importance metrics of level sequence",
-        "weighs each row by its tokens",
+        "weights each row by its number of tokens",
         "each row counts once",
     ),
     (
@@ -61,7 +61,7 @@ def page(versions: Mapping[str, str], absent: Mapping[str, str], torch: str, fou
     lines = [
         "# Against other libraries",
         "",
-        "`tether.algorithms` compared with the same functions of other libraries, on the same random batches. "
+        "`tether.algorithms` is compared with the same functions of other libraries on the same random batches. "
         "Written by",
         "",
         "```sh",
@@ -75,13 +75,13 @@ def page(versions: Mapping[str, str], absent: Mapping[str, str], torch: str, fou
         "",
         *(f"- *{name}*: {meaning}" for name, meaning in SCENARIOS.items()),
         "",
-        "Losses are compared with their gradients; all in float64 where the peer allows it.",
+        "Losses are compared together with their gradients, in float64 if the other library allows it.",
         "",
         "## Largest differences",
         "",
-        "A cell is the largest difference, absolute / relative to the largest number of the result, over the kinds of",
-        "batches in which both agree; [n] is a difference that the next table explains. Empty: the peer has no such",
-        "function, or none that can be called alone.",
+        "A cell shows the largest difference, absolute / relative to the largest value of the result, over the kinds",
+        "of batches on which both agree; [n] is a difference that the next table explains. Empty: the library has no",
+        "such function, or none that can be called alone.",
         "",
         *agreements(list(versions), found, numbers),
         "",
@@ -93,9 +93,10 @@ def page(versions: Mapping[str, str], absent: Mapping[str, str], torch: str, fou
         "",
         "## Read, not run",
         "",
-        "Differences from libraries that are not called here, or in parts that cannot be called alone.",
+        "These differences come from reading the code: the libraries are not called here, or the functions cannot be",
+        "called alone.",
         "",
-        "| library | function | there | tether |",
+        "| library | function | the library | tether |",
         "|---|---|---|---|",
         *(f"| {' | '.join(row)} |" for row in READ),
     ]

@@ -44,13 +44,13 @@ from tether import algorithms  # noqa: E402
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
 GROUPED = ("ragged", "tools", "empty", "equal")
 
-NAN = "tether: what stands at a masked position must not matter; OpenRLHF multiplies it by the mask, and NaN x 0 is NaN"
+NAN = "tether: values at masked positions must not matter; OpenRLHF multiplies them by the mask, and NaN x 0 is NaN"
 NO_TOKEN = (
-    "tether: an answer without a token (rejected, or failed) was not drawn; OpenRLHF keeps its score in the group"
+    "tether: an answer without tokens (rejected or failed) was not sampled; OpenRLHF keeps its score in the group"
 )
 POPULATION = "a choice: OpenRLHF whitens by the std of the population (n), tether and verl by the unbiased one (n - 1)"
 OBSERVATION = (
-    "tether: an observation is no action: OpenRLHF gives it value 0 and a discount, which breaks the recursion"
+    "tether: an observation is not an action; OpenRLHF gives it value 0 and a discount, which breaks the recursion"
 )
 STD = "a choice: OpenRLHF adds 1e-9 to the std, tether and verl 1e-6"
 CLAMP = "a choice: OpenRLHF clamps every kind to +-10, without + its gradient too; tether and verl clamp k3 only"
@@ -162,8 +162,8 @@ def losses() -> list[Check]:
             lambda values: function(values, case.old_values, case.returns, case.mask), case.values
         )
 
-    token = "a choice: tether has GSPO-token, made for an advantage a token; OpenRLHF GSPO, made for one a row"
-    far = "tether: it bounds log s by 10; OpenRLHF takes exp of any, and the loss of a negative advantage is unbounded"
+    token = "a choice: tether has GSPO-token, for one advantage per token; OpenRLHF has GSPO, for one per row"
+    far = "tether: it clamps log s to at most 10; OpenRLHF does not, so the loss of a negative advantage is unbounded"
     return [
         Check(
             "vanilla",

@@ -26,14 +26,14 @@ from tether.algorithms import aggregate_loss, interpolate_proximal, masked_mean_
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
 GROUPED = ("ragged", "tools", "empty", "equal", "poison")
 
-NAN = "tether: what stands at a masked position must not matter; RLinf multiplies it by the mask, and NaN x 0 is NaN"
-NO_TOKEN = "tether: an answer without a token (rejected, or failed) was not drawn; RLinf keeps its score in the group"
+NAN = "tether: values at masked positions must not matter; RLinf multiplies them by the mask, and NaN x 0 is NaN"
+NO_TOKEN = "tether: an answer without tokens (rejected or failed) was not sampled; RLinf keeps its score in the group"
 PADDING = (
-    "tether: the score comes with the last token; RLinf puts it at the padded end, discounts every pad, reads V there"
+    "tether: the score belongs to the last token; RLinf puts it at the padded end, discounts every pad, reads V there"
 )
-SCATTER = "tether: RLinf raises IndexError, since its rewards lose a dimension when the baseline is taken off"
+SCATTER = "tether: RLinf raises IndexError: its rewards lose a dimension when the baseline is subtracted"
 POPULATION = "a choice: RLinf whitens by the std of the population (n), tether and verl by the unbiased one (n - 1)"
-EMPTY_ROW = "tether: a row without a token is no row; RLinf divides 0 by 0, or counts it"
+EMPTY_ROW = "tether: a row without tokens does not count; RLinf divides 0 by 0, or includes it"
 
 
 def estimate(name: str, outputs: tuple[str, ...] = ("advantages",), **keywords: Any) -> Callable[[Case], Outputs]:
@@ -149,7 +149,7 @@ def decoupled_losses() -> list[Check]:
     """RLinf's old_logprobs are those of the sampler."""
     dropped = "tether: RLinf divides by the tokens that this micro-batch keeps, so the gradient changes with its size"
     unbounded = (
-        "tether: log ratios are held within +-20; RLinf takes exp of any, here up to e^60, and float32 overflows"
+        "tether: log ratios are clamped to +-20; RLinf does not clamp, here up to e^60, and float32 overflows"
     )
 
     def theirs(**keywords: Any) -> Callable[[Case], Outputs]:

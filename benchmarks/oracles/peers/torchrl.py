@@ -26,7 +26,7 @@ from benchmarks.oracles.compare import Check, Outputs
 from tether.algorithms import POLICY_LOSSES, aggregate_loss
 
 GAMMA, LAM = 0.97, 0.9
-NAN = "tether: what stands at a masked position must not matter; TorchRL has no mask, so NaN of padding runs in"
+NAN = "tether: values at masked positions must not matter; TorchRL has no mask, so NaN in padding spreads"
 
 
 def episodes(case: Case) -> dict[str, Tensor]:

@@ -26,8 +26,8 @@ CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
 FINITE = ("ragged", "tools", "empty")
 SCENARIOS = (*FINITE, "poison")
 
-NAN = "tether: what stands at a masked position must not matter; TRL multiplies it by the mask, and NaN x 0 is NaN"
-EMPTY_ROW = "tether: a row without a token is no row; TRL's mean counts it as one with loss 0"
+NAN = "tether: values at masked positions must not matter; TRL multiplies them by the mask, and NaN x 0 is NaN"
+EMPTY_ROW = "tether: a row without tokens does not count; TRL's mean includes it with loss 0"
 
 
 class Reducer:

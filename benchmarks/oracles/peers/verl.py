@@ -39,13 +39,13 @@ from tether.algorithms import (
 
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
 
-NAN = "tether: what stands at a masked position must not matter; verl multiplies it by the mask, and NaN x 0 is NaN"
-NO_TOKEN = "tether: an answer without a token (rejected, or failed) was not drawn; verl keeps its score in the group"
-LONE_PASSK = "a choice: verl raises for a group of one; tether gives 0, since there is no second best to lead"
-HIDDEN = "tether: k3_kl of log r held within +-20, which stays finite; verl takes exp of it as it is"
-EMPTY_ROW_WEIGHT = "tether: a row without a token has no weight; verl counts it with 0"
-EMPTY_ROW = "tether: a row without a token has no perplexity; verl's means count it with 1"
-UNBOUNDED = "tether: log r is held within +-20, as in verl's own vanilla loss; here verl takes exp of it as it is"
+NAN = "tether: values at masked positions must not matter; verl multiplies them by the mask, and NaN x 0 is NaN"
+NO_TOKEN = "tether: an answer without tokens (rejected or failed) was not sampled; verl keeps its score in the group"
+LONE_PASSK = "a choice: verl raises for a group of one; tether gives 0, because there is no second best"
+HIDDEN = "tether: k3_kl of log r clamped to +-20, which stays finite; verl does not clamp it"
+EMPTY_ROW_WEIGHT = "tether: a row without tokens has no weight; verl counts it as 0"
+EMPTY_ROW = "tether: a row without tokens has no perplexity; verl's means count it as 1"
+UNBOUNDED = "tether: log r is clamped to +-20, as in verl's own vanilla loss; here verl does not clamp it"
 
 
 def estimate(name: str, rewards: str = "rewards", **keywords: Any) -> Callable[[Case], Outputs]:
@@ -152,7 +152,7 @@ def estimators() -> list[Check]:
 
 def token_baselines() -> list[Check]:
     inputs = {"old_log_probs": "old_log_probs", "sum_pi_squared": "sum_pi_squared", "rollout_is_weights": "weights"}
-    tail = "tether: a row alone at a position is its own baseline; verl finds it by a count of tokens, not by column"
+    tail = "tether: a row alone at a position is its own baseline; verl detects it by a token count, not by column"
     return [
         Check(
             f"{name}, handle_zero_tail={zero_tail}",
@@ -219,7 +219,7 @@ def select_then(name: str, **keywords: Any) -> Callable[[Case], Outputs]:
 def policy_losses() -> list[Check]:
     by_row, bounded = "seq-mean-token-mean", {"far": UNBOUNDED}
     empty_rows = (
-        "tether: a row without a token is no row; verl's mean counts it (the other aggregations of verl do not)"
+        "tether: a row without tokens does not count; verl's mean includes it (verl's other aggregations do not)"
     )
     plain = {"vanilla": "token-mean", "gspo": by_row, "sapo": by_row, "gpg": "token-mean", "cispo": "token-mean"}
     checks = [
@@ -456,7 +456,7 @@ def statistics() -> list[Check]:
             lambda case: {"whitened": masked_whiten(case.values[0, :1], case.mask[0, :1])},
             lambda case: {"whitened": torch_functional.masked_whiten(case.values[0, :1], case.mask[0, :1].long())},
             ("ragged",),
-            raises={"ragged": "tether: one value is its own mean, so 0; verl raises, and ends the run with it"},
+            raises={"ragged": "tether: one value is its own mean, so 0; verl raises, which ends the run"},
         ),
         Check(
             "entropy_from_logits",
