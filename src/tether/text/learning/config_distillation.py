@@ -177,5 +177,5 @@ class DistillationConfig(Section):
     enabled: bool = False
     """Load the teachers in place of the reference, with the settings of actor_rollout_ref.ref."""
     teacher_models: Annotated[Options, BeforeValidator(_without_empty), DISTILLS]
-    """Teachers by name: {teacher_model: {model_path: ...}}; of several, each needs the data_source of its rows as key."""
+    """Teachers by name: {teacher_model: {model_path: ...}}; of several, each has its data_source as key."""
     distillation_loss: Annotated[DistillationLossConfig, DISTILLS]
