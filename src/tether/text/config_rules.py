@@ -1,7 +1,7 @@
 """All rules of a text run's configuration.
 
-A rule's message has the full path of each key that it mentions; a rule is skipped if one of these keys is already
-invalid.
+A rule's message has the full path of each key that it mentions, so that the rule can be skipped if one of them is
+invalid by itself.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def agents_of(agent: AgentConfig) -> Sequence[str]:
 def agent_problem(
     rollout: RolloutConfig, row: Row, interactions: Sequence[str] | None, agents: Sequence[str] | None
 ) -> str:
-    """Return the problem with the agent that a row names, or an empty string; None as names accepts any."""
+    """Return the problem with the agent that a row names, or an empty string; None for the names accepts any."""
     name = row.agent_name
     if rollout.agent.plays_endpoint and rollout.agent.endpoint.program == VERIFIERS:
         what = f"has no environment, which {ENDPOINT_PROGRAM}={VERIFIERS} plays. Name one in data: verifiers:NAME"
@@ -262,8 +262,7 @@ def missing_anywhere(config: RunConfig, say: Callable[[str], None]) -> list[Prob
 
 
 def missing_reward_inputs(config: RunConfig) -> list[Problem]:
-    """Return `missing_inputs` of a reward trial without sampling; it needs the policy only if the reward reads
-    tokens."""
+    """Return `missing_inputs` of a reward trial without sampling; if the reward only reads texts, no policy is needed."""
     reward = ("data.train_files", "custom_reward_function.", "reward_model.")
     return missing_inputs(config, reward if scores_texts_alone(config) else ("",))
 

@@ -164,9 +164,8 @@ def prompt_chunks(prompts: int, ranks: int, fitting: int) -> list[range]:
     Args:
         prompts: number of prompts.
         ranks: number of ranks that sample.
-            fitting: prompts whose responses a rank samples at the same time. No chunk is smaller, as the rank would be
-                partly
-                idle; if it is at least the share of a rank, each rank has one chunk.
+        fitting: prompts whose responses a rank samples at the same time. No chunk is smaller, as the rank would be
+            partly idle; if it is at least the share of a rank, each rank has one chunk.
     """
     share = -(-prompts // ranks)
     if share <= fitting:

@@ -73,7 +73,7 @@ def opening_problem(
     Args:
         tokenizer: the policy's.
         messages: messages of a prompt; empty for a custom dataset without them.
-            chat_template: a Jinja template that replaces the tokenizer's.
+        chat_template: a Jinja template that replaces the tokenizer's.
         template_kwargs: further variables of the template.
     """
     has_template = chat_template or tokenizer.chat_template

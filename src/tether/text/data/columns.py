@@ -85,8 +85,7 @@ class Columns:
         recognised.
 
         Columns that the user named are kept. The answer is extracted from a configured answer column only if the
-        layout's reward scores the row,
-        because a custom reward function may need the full column.
+        layout's reward scores the row, because a custom reward function may need the full column.
         """
         if not isinstance(first, Mapping) or (self.answer is None and "reward_model" in keys):
             return self

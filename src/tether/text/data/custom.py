@@ -21,8 +21,7 @@ class CustomDataset(Protocol):
 
     It is instantiated once for the training files and once for the validation files, and every item is read once, in
     order. An item is a row in the layout of `tether.text.data.rows`, which is templated and tokenized like any other
-    row,
-    or a `tether.batch.Prompt`, whose `token_ids` are used unchanged and whose `index` is replaced.
+    row, or a `tether.batch.Prompt`, whose `token_ids` are used unchanged and whose `index` is replaced.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class ExampleDataset:
     Args:
         rows: the conversations.
         tokenizer: tokenizer of the policy.
-            options: settings of the conversion; ``max_prompt_length`` limits the full conversation.
+        options: settings of the conversion; ``max_prompt_length`` limits the full conversation.
 
     Raises:
         ValueError: the template refuses a conversation or does not mark the assistant's tokens, or conversations are

@@ -5,12 +5,11 @@ Keys are those of the task's own configuration (numbers, true/false and json lis
 
     system    text of a system message before the question
     suffix    text appended verbatim to the question: begin it with a space or line break
-        extract   how the answer is extracted from the reply: `last_number`, `first_word`, `answer_tag` (the text
-            between
-                  <answer> and </answer>, or the full reply without them; the default) or `full`
-        part      `train` or `test`: a fifth of all possible questions, chosen by hash, is in test and never in train,
-                  for any seed. `size` counts the questions of the part; in `test` they are distinct. Without `part`,
-                  two seeds of a small task share questions
+    extract   how the answer is extracted from the reply: `last_number`, `first_word`, `answer_tag` (the text between
+              <answer> and </answer>, or the full reply without them; the default) or `full`
+    part      `train` or `test`: a fifth of all possible questions, chosen by hash, is in test and never in train,
+              for any seed. `size` counts the questions of the part; in `test` they are distinct. Without `part`,
+              two seeds of a small task share questions
 
 Values are url-encoded: %20 for a space, %0A for a line break, %2B for a plus.
 """

@@ -4,10 +4,9 @@
 
 Control tokens inside messages: a tokenizer maps the text of a control token to that token, regardless of who wrote it,
 so by default a question that contains ``<|im_end|>`` ends the user's turn. To read it as text (`ControlTokens`), a mark
-is
-inserted into it before the template is applied. The rendered text is then split at the control tokens of the template,
-and each section in between is tokenized without the mark and with control tokens disabled. Control tokens are the
-special tokens, and other added tokens in the template (Qwen's ``</tool_response>``). Tokenizers cannot disable the
+is inserted into it before the template is applied. The rendered text is then split at the control tokens of the
+template, and each section in between is tokenized without the mark and with control tokens disabled. Control tokens are
+the special tokens, and other added tokens in the template (Qwen's ``</tool_response>``). Tokenizers cannot disable the
 latter, so they are tokenized in two halves.
 """
 
@@ -99,8 +98,8 @@ def render(
         template_kwargs: further variables of the template, for example ``{"enable_thinking": False}``.
 
     Raises:
-        ValueError: there is no template, or it has a syntax error, refuses the conversation (some refuse a
-            system message), fails or does not end.
+        ValueError: there is no template, or it has a syntax error, refuses the conversation (some refuse a system
+            message), fails or does not end.
     """
     if chat_template is None and not tokenizer.chat_template:
         raise ValueError(

@@ -40,10 +40,9 @@ def load_rows(
             ``verifiers:environment?argument=value&...`` (see `tether.integrations.agents.environment_rows`).
         prompt_key: column of the prompt.
         reward_fn_key: column of the reward's name.
-            answer_key: column of the correct answer, or of a list that contains only it; None: it is in
-                ``reward_model``.
-            data_source: reward's name for rows without that column; None: each row must have it.
-            first: maximum number of rows to read per file, for a preview; None: all.
+        answer_key: column of the correct answer, or of a list that contains only it; None: it is in ``reward_model``.
+        data_source: reward's name for rows without that column; None: each row must have it.
+        first: maximum number of rows to read per file, for a preview; None: all.
 
     Raises:
         ValueError: a source is missing, unreadable or empty, or rows are invalid; lists up to ten problems.
@@ -68,7 +67,7 @@ def read_source(spec: str, columns: Columns, first: int | None) -> RowSource:
     Args:
         spec: one of the forms of `load_rows`, without patterns.
         columns: names of its columns, which options after the ``?`` override.
-            first: maximum number of rows to read from a file; None: all.
+        first: maximum number of rows to read from a file; None: all.
 
     Raises:
         ValueError: it is missing or unreadable.

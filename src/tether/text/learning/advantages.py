@@ -206,7 +206,7 @@ def _number(numbers: dict[str, object], key: str, row: int) -> float:
 
 
 OWN_DEFAULT = ("raw",)
-"""Estimators that support whitening but do not use it by default."""
+"""Estimators that use their own default for whitening instead of `algorithm.normalize_advantages`."""
 
 
 def asks_for(algorithm: AlgorithmConfig, what: str) -> bool:

@@ -118,10 +118,7 @@ def sequence_ranks(config: RunConfig, role: Role) -> int:
 
 
 def reference_ranks(config: RunConfig) -> int:
-    """Return the same for the reference, which may share the policy's model, and has a full copy on every rank for a
-    full
-    KL.
-    """
+    """Return the same for the reference, which may share the policy's model; for a full KL every rank has a copy."""
     settings = config.actor_rollout_ref
     if reference_is_policy(config):
         return sequence_ranks(config, settings.actor)
@@ -310,7 +307,7 @@ def build_actor(config: RunConfig, engine: PolicyEngine, total_steps: int) -> Le
 
 
 def _actor_loss(config: RunConfig, actor: ActorConfig) -> LossSpec[TrainBatch, PolicyOutputs]:
-    """Return the loss for the `actor` section of an update, which may differ from the configuration's."""
+    """Return the loss for an `actor` section; that of an update may differ from the configuration's."""
     selection = selection_options(actor)
     return LossSpec(
         PolicyForward(

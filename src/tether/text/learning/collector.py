@@ -82,9 +82,9 @@ class Collector:
             prompts: the prompts, at least one.
             sampling: sampling parameters.
             key: key of the noise.
-                on_progress: called with (responses, all responses). An unfinished response counts as its share of the
-                    maximum length, because concurrent responses end at about the same time and a count of finished ones
-                    would say little.
+            on_progress: called with (responses, all responses). An unfinished response counts as its share of the
+                maximum length, because concurrent responses end at about the same time and a count of finished ones
+                would say little.
 
         Raises:
             RewardFailure: more calls failed than `max_error_rate` allows.

@@ -1,9 +1,8 @@
 """Pretraining of a critic on the returns of stored rollouts, before the first step of a run.
 
-Without it, the first steps of PPO use advantages of a critic with a zero head or, with a warm-up, spend entire
-rollouts on training only the critic. Targets are the Monte Carlo returns of the stored rewards. The loss is not
-clipped,
-because there is no old critic to stay close to.
+Without it, the first steps of PPO use advantages of a critic with a zero head or, with a warm-up, spend entire rollouts
+on training only the critic. Targets are the Monte Carlo returns of the stored rewards. The loss is not clipped, because
+there is no old critic to stay close to.
 """
 
 from __future__ import annotations

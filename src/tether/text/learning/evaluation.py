@@ -34,7 +34,7 @@ class Evaluation:
 
         Args:
             collector: samples and scores.
-                key: noise key of the training step, from which the key of validation is derived.
+            key: noise key of the training step, from which the key of validation is derived.
             on_progress: called with (responses, all responses), as `Collector.collect` does.
         """
         total = len(self.dataset) * self.sampling.n

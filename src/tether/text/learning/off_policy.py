@@ -65,8 +65,7 @@ def old_log_probs_from(config: RunConfig) -> OldLogProbs:
     """Return where the log-probs under the old policy come from.
 
     The update itself computes them if it makes one optimizer step per rollout, because its own log-probs are then the
-    old
-    ones, and if nothing before the update reads them or their experts.
+    old ones, and if nothing before the update reads them or their experts.
     """
     algorithm, trainer, actor = config.algorithm, config.trainer, config.actor_rollout_ref.actor
     if algorithm.rollout_correction.bypass_mode:

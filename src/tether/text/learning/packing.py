@@ -143,8 +143,8 @@ def mini_batches(mask: Tensor, plan: UpdatePlan, step: int, episode: Tensor | No
         mask: [B, T] elements to train on; rows without any are omitted.
         plan: the number of epochs and the rows of a mini-batch.
         step: training step, counted from 0.
-            episode: [B] the episode of each row; rows of an episode are in the same mini-batch and count as one row of
-                `plan`. None: every row is an episode.
+        episode: [B] the episode of each row; rows of an episode are in the same mini-batch and count as one row of
+            `plan`. None: every row is an episode.
     """
     (learned,) = mask.any(dim=-1).nonzero(as_tuple=True)
     episodes = learned if episode is None else episode[learned].unique()

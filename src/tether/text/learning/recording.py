@@ -3,8 +3,7 @@
 A step has three records. ``columns`` has one number for each response and column (`_Rows.columns`), ``texts`` the
 prompts and the beginning of each response with the values that the reward returned, and ``tokens`` all data about each
 token of a few responses: the best, the worst, the median, the one with the largest ratio, the one on which sampler and
-trainer
-differ most, and one of each group whose rewards are all equal, as many as the budget allows.
+trainer differ most, and one of each group whose rewards are all equal, as many as the budget allows.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def step_metrics(
     Args:
         batch: the batch with advantages.
         policy: log-probs and entropy at the start of the update; None if they were not computed.
-            report: the report on rewards.
+        report: the report on rewards.
         time: seconds of the phases; "step" is the total.
         max_prompt_length: the length limit of prompts.
     """

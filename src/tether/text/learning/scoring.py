@@ -100,7 +100,7 @@ def score_batch(sequences: Sequence[TokenList], prompts: Sequence[Hashable]) -> 
 
     Args:
         sequences: token ids, at least one each.
-            prompts: identifies the prompt of each sequence; those with the same one compute their common prefix once.
+        prompts: identifies the prompt of each sequence; those with the same one compute their common prefix once.
     """
     groups: dict[Hashable, list[int]] = {}
     for row, prompt in enumerate(prompts):
@@ -155,10 +155,10 @@ def marked_rows(
     """Make a batch of rows that were not sampled.
 
     Args:
-            uid: the prompt of each row; rows with the same value share it.
+        uid: the prompt of each row; rows with the same value share it.
         prompts: token ids, at least one each.
         responses: token ids after the prompt.
-            marked: for each response the columns in which the mask is set.
+        marked: for each response the columns in which the mask is set.
         scores: one for each row; 0 without them.
     """
 

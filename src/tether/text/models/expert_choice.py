@@ -2,9 +2,8 @@
 
 A router scores the experts of its layer and selects the best k. Rounding can swap close scores: the sampler and the
 trainer, or the trainer before and after an update, then route a token to different experts, and its log-probability
-jumps.
-If the experts of an earlier pass are replayed, only their weights are recomputed, and the gradient flows through these
-(routing replay, arXiv:2507.18071, section 5.3; with the sampler's experts arXiv:2510.11370).
+jumps. If the experts of an earlier pass are replayed, only their weights are recomputed, and the gradient flows through
+these (routing replay, arXiv:2507.18071, section 5.3; with the sampler's experts arXiv:2510.11370).
 
 Legend: N = tokens of a forward pass, L = decoder layers, k = experts per token.
 """

@@ -1,9 +1,8 @@
 """The exact KL from policy to reference at each position, without a [tokens, vocabulary] tensor of logits.
 
 The logits of both models are computed together, one chunk of the vocabulary at a time, in the forward and again in the
-backward pass
-(`tether.kernels.vocabulary_chunks`, which has the legend). With z and r the logits of policy and reference over
-the temperature, p = softmax(z) and q = softmax(r)::
+backward pass (`tether.kernels.vocabulary_chunks`, which has the legend). With z and r the logits of policy and
+reference over the temperature, p = softmax(z) and q = softmax(r)::
 
     KL = sum_v p_v (log p_v - log q_v) = sum_v p_v (z_v - r_v) - logsumexp(z) + logsumexp(r)
     d KL / dz_v = p_v (log p_v - log q_v - KL)

@@ -17,8 +17,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 def fused(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple[str, Tensor]]:
     """Convert tensors from their names in files to those in memory; a fused tensor is yielded once all of its experts
-    have
-    arrived.
+    have arrived.
     """
     waiting: dict[str, dict[tuple[int, str], Tensor]] = {}
     for name, value in tensors:

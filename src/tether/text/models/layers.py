@@ -4,22 +4,20 @@ They call `tether.kernels` and compute the same as the modules that they replace
 unchanged. They are inserted before a model is used.
 
 Attention: transformers lets a model call an attention function by name, and passes it all keyword arguments of the
-model's forward.
-tether registers one function, ``tether``, and passes it a *layout*: an object that decides which query attends to which
-key.
-Packed training (`Packed`) and cached decoding (`tether.text.sampling`) are two layouts over the same module, so both
-use the same weights, and no [rows, width] padding or [tokens, tokens] mask is built.
+model's forward. tether registers one function, ``tether``, and passes it a *layout*: an object that decides which query
+attends to which key. Packed training (`Packed`) and cached decoding (`tether.text.sampling`) are two layouts over the
+same module, so both use the same weights, and no [rows, width] padding or [tokens, tokens] mask is built.
 
 Legend: N = tokens of all sequences, concatenated, H = query heads, K = key/value heads (H = K * G), D = head size.
 
-RMS norm: transformers uses six tensor operations; autograd saves most of their results and differentiates
-each of them. `RMSNorm` saves one number per row. It also is exact in float64, where transformers' norms compute in
-float32: a prompt that several responses share then has exactly the same gradient as when it is repeated.
+RMS norm: transformers uses six tensor operations; autograd saves most of their results and differentiates each of them.
+`RMSNorm` saves one number per row. It also is exact in float64, where transformers' norms compute in float32: a prompt
+that several responses share then has exactly the same gradient as when it is repeated.
 
 Gated MLP: ``down(silu(gate(x)) * up(x))`` also saves less for the backward pass.
 
-Rotary embedding: a single operation rotates queries and keys, forward and backward; transformers uses half a
-dozen tensor operations for each, whose intermediate results autograd saves.
+Rotary embedding: a single operation rotates queries and keys, forward and backward; transformers uses half a dozen
+tensor operations for each, whose intermediate results autograd saves.
 
 Limit on positions: transformers computes the angles of ``longrope`` and ``dynamic`` rotary embeddings from the longest
 row of a batch. One row beyond the original length would change the angles of all rows that are packed with it, and a
@@ -332,8 +330,7 @@ def in_own_pages(x: Any) -> Any:
     """Return the tensor in separate memory pages, if it is large and in Linux's main memory.
 
     Stored tensors would otherwise be interleaved with freed ones in malloc's memory, which leaves holes that are too
-    small
-    for the next layer, so that the peak of an update would be far above the memory in use.
+    small for the next layer, so that the peak of an update would be far above the memory in use.
     """
     if not isinstance(x, Tensor):  # GPT-2 passes None to its layers by position
         return x

@@ -34,7 +34,7 @@ def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Toke
 
     Args:
         path: result of `tether.text.models.model_path.resolve_model_path`.
-            trust_remote_code: whether to run Python code of the model's repository.
+        trust_remote_code: whether to run Python code of the model's repository.
 
     Raises:
         ValueError: there is no tokenizer, or it has no end-of-sequence token.
@@ -70,11 +70,11 @@ def load_causal_lm(
     Args:
         path: result of `tether.text.models.model_path.resolve_model_path`.
         dtype: dtype of the weights.
-            trust_remote_code: whether to run Python code of the model's repository.
+        trust_remote_code: whether to run Python code of the model's repository.
         override_config: entries of the model's config to replace.
         auto_class: class that loads the weights, possibly user-defined.
-            lazy_device: if set, leave the weights in their files, for use on this device, where
-                `tether.text.models.lazy_weights` supports it; the caller then compares packing after reading them.
+        lazy_device: if set, leave the weights in their files, for use on this device, where
+            `tether.text.models.lazy_weights` supports it; the caller then compares packing after reading them.
 
     Raises:
         ValueError: the model does not exist, the checkpoint lacks weights, an entry to override is unknown, the model
@@ -115,10 +115,10 @@ def load_config(
 
     Args:
         path: result of `tether.text.models.model_path.resolve_model_path`.
-            trust_remote_code: whether to run Python code of the model's repository.
+        trust_remote_code: whether to run Python code of the model's repository.
         override_config: entries to replace.
-            own_class: prefer transformers' class to the one in the repository, if transformers has one for this model
-                type.
+        own_class: prefer transformers' class to the one in the repository, if transformers has one for this model
+            type.
 
     Raises:
         ValueError: there is no config, or an entry to replace does not exist.
@@ -277,8 +277,7 @@ def _align(model: PreTrainedModel) -> None:
     """Copy float32 weights that are not aligned, because a file determines their addresses, to aligned memory.
 
     On some processors, the rounding of MKL's products of a single row or column depends on the address, so a model's
-    results
-    would not be bitwise the same after saving and loading.
+    results would not be bitwise the same after saving and loading.
     """
     for parameter in model.parameters():
         if parameter.dtype == torch.float32 and parameter.data_ptr() % _ALIGNMENT:

@@ -65,8 +65,7 @@ class LoraOptions:
     target_modules: str | tuple[str, ...] = "all-linear"
     """Names of linear layers (``q_proj``, ...), a regular expression of full names, or all except the output head.
     Experts in one fused tensor and routers are not linear layers and stay frozen; so do layers whose names peft
-    mistakes for
-    experts (the shared experts of DeepSeek)."""
+    mistakes for experts (the shared experts of DeepSeek)."""
     exclude_modules: str | tuple[str, ...] = ()
     """Names, or a regular expression of full names, of layers to exclude."""
 
@@ -83,8 +82,7 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
 
     Raises:
         ValueError: the rank is below 1, or a name or pattern matches no linear layer, or matches one of another type
-            that
-            peft would adapt.
+            that peft would adapt.
     """
     if options.rank < 1:
         raise ValueError(f"lora_rank={options.rank}: must be at least 1 (0 in the config means no LoRA at all).")
@@ -267,8 +265,7 @@ def save_merged(model: PreTrainedModel, directory: Path) -> None:
 
 def merged_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the state dict of the class without LoRA, with adapters merged; layers without an adapter share memory
-    with
-    the model."""
+    with the model."""
     state = model.state_dict()
     for name, layer in _adapted(model).items():
         of_layer = {key: state.pop(key) for key in list(state) if key.startswith(f"{name}.")}

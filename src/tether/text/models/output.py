@@ -1,9 +1,8 @@
 """What a model computes for tokens: hidden states, and from them log-probabilities, entropies and values.
 
 Log-probabilities and entropies are computed without a [tokens, vocabulary] tensor of logits: one chunk of the
-vocabulary at a time, in the forward and again in the backward pass
-(`tether.kernels.vocabulary_chunks`, which has the legend). With z = logits / temperature, p = softmax(z) and y
-the target::
+vocabulary at a time, in the forward and again in the backward pass (`tether.kernels.vocabulary_chunks`, which has the
+legend). With z = logits / temperature, p = softmax(z) and y the target::
 
     log_prob = z_y - logsumexp(z)              d log_prob / dz_v = 1[v = y] - p_v
     entropy  = logsumexp(z) - sum_v p_v z_v    d entropy  / dz_v = -p_v (log p_v + entropy)
@@ -131,8 +130,7 @@ def token_log_probs(
     """Return each target's log-prob under ``softmax(logits / temperature)``, differentiable in `hidden` and `head`.
 
     The matmuls run in the dtype of `hidden`, or of autocast if it is on; everything else in at least float32. The
-    result
-    does not depend on `chunk_size` except for the order of floating-point sums.
+    result does not depend on `chunk_size` except for the order of floating-point sums.
 
     Args:
         hidden: [N, E] output of the backbone at the position before each target.
@@ -140,8 +138,7 @@ def token_log_probs(
         targets: [N] token ids.
         temperature: divides the logits of everything that is returned; greater than 0.
         candidates: the tokens that could be sampled at each of the N positions; all results are those of the
-            distribution
-            over these tokens. None means all tokens.
+            distribution over these tokens. None means all tokens.
         with_entropy: also return the entropy, with gradient.
         with_sum_pi_squared: also return sum_v p_v^2, without gradient.
         chunk_size: vocabulary entries per chunk; by default as many as fit a chunk in the CPU's cache.
@@ -243,7 +240,7 @@ def hidden_states(
         model: a causal LM or critic with tether's attention enabled.
         input_ids: [R, S] token ids.
         position_ids: [R, S] positions in their sequences, as in `Packed.position_ids`.
-            layout: which tokens each token attends to.
+        layout: which tokens each token attends to.
         choice: records or replays the experts of the tokens.
 
     Raises:

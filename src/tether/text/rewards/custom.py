@@ -46,7 +46,7 @@ def load_reward_function(
         path: path of the file.
         name: name of the function.
         reward_kwargs: additional arguments of the function.
-            key: configuration section that names it, for messages.
+        key: configuration section that names it, for messages.
         arguments: names of the arguments of each call.
 
     Raises:

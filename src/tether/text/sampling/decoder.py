@@ -87,7 +87,7 @@ class Decoder:
     """The forward pass of one model, using the model's modules and packed copies of weights where a `Product` has them.
 
     Args:
-            model: a model that `decoder_for` supports, on its device and in the sampling dtype.
+        model: a model that `decoder_for` supports, on its device and in the sampling dtype.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -110,7 +110,7 @@ class Decoder:
         Args:
             ids: [R, Q] tokens.
             positions: [R, Q] position of each token in its sequence.
-                layout: which tokens each token attends to.
+            layout: which tokens each token attends to.
             keep: flat positions for which to return logits; None: all.
         """
         x, rotations = self.begin(ids, positions)

@@ -2,10 +2,9 @@
 
 Common families use tether's forward pass (`tether.text.sampling.decoder`), all others that of transformers; attention
 and its cache are always tether's (`tether.text.sampling.kv_cache`). LoRA adapters are merged into a copy of their
-layers.
-Up to `max_num_seqs` responses are decoded at the same time.
-A finished response frees its slot at once: the last row moves there, and a waiting prompt gets the free slot, so that
-the active rows are always the first ones and no time is spent on finished ones::
+layers. Up to `max_num_seqs` responses are decoded at the same time. A finished response frees its slot at once: the
+last row moves there, and a waiting prompt gets the free slot, so that the active rows are always the first ones and no
+time is spent on finished ones::
 
     waiting rows --prefill--> slots [ row 4 | row 1 | row 7 |  free ] --decode--> finished rows
                                  ^ n responses of a prompt share one prefill

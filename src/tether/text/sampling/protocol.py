@@ -169,8 +169,7 @@ class RolloutEngine(Protocol):
         """Sample with these weights from now on; costs nothing if they are shared.
 
         For the native engine this may also be called from `on_finished` and `on_progress`: incomplete responses
-        continue with
-        the new weights, and `token_versions` of the result records the version for each token.
+        continue with the new weights, and `token_versions` of the result records the version for each token.
         """
         ...
 

@@ -112,15 +112,15 @@ def build_servers(
     """Build an engine that samples with servers, which start at the first request.
 
     Args:
-            settings: section of the policy.
-            trainer: section of the trainer.
-            actor: the learner whose weights the servers receive, and with which they are compared.
-            policy: card of its model.
-            sources: location of its files, and the training device.
-            sampling: sampling parameters of training responses.
-            logs: folder for the output of servers.
-            resources: closes the servers.
-            hosts: ranks on whose nodes the servers start; None: they start on this machine.
+        settings: section of the policy.
+        trainer: section of the trainer.
+        actor: the learner whose weights the servers receive, and with which they are compared.
+        policy: card of its model.
+        sources: location of its files, and the training device.
+        sampling: sampling parameters of training responses.
+        logs: folder for the output of servers.
+        resources: closes the servers.
+        hosts: ranks on whose nodes the servers start; None: they start on this machine.
 
     Raises:
         ValueError: the server is not installed, an address is invalid, or weight files are not available.
@@ -171,8 +171,7 @@ def look_at_servers(settings: ActorRolloutRefConfig, model: Path | str, device: 
 
     Raises:
         ValueError: a server cannot be used, weights cannot be transferred from the training device, or the policy has
-            no
-            files for servers that tether starts.
+            no files for servers that tether starts.
     """
     if settings.rollout.name in SERVERS and not settings.rollout.server_urls:
         _check_files(settings.rollout, model)

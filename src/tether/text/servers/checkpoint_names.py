@@ -20,7 +20,7 @@ def checkpoint_weights(tensors: Iterable[tuple[str, Tensor]], lora_scale: float)
     """Yield the weights under their names in a checkpoint.
 
     Args:
-            tensors: entries of a model's ``state_dict``, possibly with peft's adapters: ``W x + lora_scale B A x``.
+        tensors: entries of a model's ``state_dict``, possibly with peft's adapters: ``W x + lora_scale B A x``.
         lora_scale: alpha / rank; ignored without adapters.
     """
     waiting: dict[str, dict[str, Tensor]] = {}  # layer -> tensors that have arrived

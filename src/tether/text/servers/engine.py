@@ -64,7 +64,7 @@ class ServedEngine:
         eos_token_ids: tokens that end a response.
         vocabulary: number of tokens.
         context: maximum number of tokens of prompt and response.
-            traffic: sizes and dtypes of the data that is sent.
+        traffic: sizes and dtypes of the data that is sent.
         status: file for the state of the servers; None writes none.
     """
 

@@ -297,7 +297,7 @@ class ConversationBatch:
 
         Args:
             rollout: the rollout with this responder.
-                scores: score of the reward function for each row, which is assigned to the row's last token.
+            scores: score of the reward function for each row, which is assigned to the row's last token.
         """
         placed = torch.zeros(rollout.response_mask.shape, dtype=torch.float32)
         last = torch.where(rollout.response_mask, torch.arange(placed.shape[1]), -1).amax(dim=-1)

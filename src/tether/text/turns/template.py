@@ -1,8 +1,7 @@
 """Tokenizes the text between two turns of the policy, exactly as the chat template writes it.
 
 Sampled ids stay unchanged: only text that the policy did not sample is tokenized, with control tokens in it as plain
-text. A context
-thus consists of segments::
+text. A context thus consists of segments::
 
     prompt ids | sampled ids, up to the end of the turn | ids of the replies, and the opening of the next turn | ...
 
@@ -58,8 +57,8 @@ class TurnTemplate:
 
         Args:
             prompt: messages before the first response.
-                turns: the replies to each turn of the policy; the ids of the last ones are returned.
-                calls: for each turn, the calls that the template needs, in the format of OpenAI's API.
+            turns: the replies to each turn of the policy; the ids of the last ones are returned.
+            calls: for each turn, the calls that the template needs, in the format of OpenAI's API.
 
         Raises:
             ValueError: the template refuses the messages.

@@ -217,9 +217,9 @@ class AutogradEngine(Generic[Outputs]):
         """Accumulate the gradient of one mini-batch's loss over its micro-batches in the parameters.
 
         Args:
-                mini: the rows of the mini-batch on this rank.
+            mini: the rows of the mini-batch on this rank.
             loss: the loss to minimise.
-                sizes: sizes of the whole mini-batch; None if all of it is on this rank.
+            sizes: sizes of the whole mini-batch; None if all of it is on this rank.
 
         Returns:
             Metrics to merge, and the model's outputs for each row without gradients, or None if this rank has no row.

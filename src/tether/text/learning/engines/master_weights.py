@@ -1,10 +1,9 @@
 """Mixed precision: the model computes in bfloat16, the optimizer updates float32 master weights.
 
 The model's parameters are bfloat16 themselves, so no forward pass casts them and the sampler can share them. Each
-gradient
-is added to the master's float32 gradient as soon as it is complete and then freed, so that micro-batches accumulate in
-float32 and there is only one set of gradients in memory. Frozen weights, as under LoRA, have no master, because nothing
-uses them at a higher precision than bfloat16.
+gradient is added to the master's float32 gradient as soon as it is complete and then freed, so that micro-batches
+accumulate in float32 and there is only one set of gradients in memory. Frozen weights, as under LoRA, have no master,
+because nothing uses them at a higher precision than bfloat16.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ def find_blocks(text: str, languages: Collection[str]) -> list[Block]:
     """Find the code blocks of a text; the last one may be truncated.
 
     A block begins with a fence of three or more marks at the beginning of a line, or after text if a language follows.
-    It ends with a fence at the beginning of a line, or after its last line of code. All other marks are text or
-    code, because responses quote how an answer has to begin.
+    It ends with a fence at the beginning of a line, or after its last line of code. All other marks are text or code,
+    because responses quote how an answer has to begin.
 
     Args:
         text: a response.

@@ -53,7 +53,7 @@ def command(
         argv: command of the program, whose working directory is `FOLDER`.
         files: name -> descriptor of a file that is copied to `FOLDER`.
         limits: limits of the program.
-            commands: the only commands in PATH, with a writable root folder; empty: all of /usr, read-only.
+        commands: the only commands in PATH, with a writable root folder; empty: all of /usr, read-only.
         status: descriptor for the JSON reports of bwrap.
         seccomp: descriptor of a file with `seccomp_filter`.
     """

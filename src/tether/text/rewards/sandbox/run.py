@@ -270,7 +270,7 @@ class _Exchange:
 
 
 def _socket_buffers(init: int | None) -> int:
-    """Return the maximum bytes of kernel buffers for one socket pair per sandbox, such as asyncio creates."""
+    """Return the maximum size in bytes of the kernel buffers of a sandbox's sockets; asyncio creates such sockets."""
     try:
         sockets = Path(f"/proc/{init}/net/unix").read_bytes().count(b"\n") - 1 if init else 0
         return 2 * sockets * int(Path("/proc/sys/net/core/wmem_max").read_text())

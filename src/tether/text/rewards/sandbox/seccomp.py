@@ -1,8 +1,8 @@
 """The seccomp filter of a sandbox, which denies system calls.
 
-Namespaces and limits leave gaps: memory that no process maps (SysV segments, memfd, pages in pipes, access
-control lists of files, kernel tables with a size that the program chooses), sockets, nested namespaces, locks and
-notifications on files of the machine, and kernel interfaces with a history of exploitable bugs.
+Namespaces and limits leave gaps: memory that no process maps (SysV segments, memfd, pages in pipes, access control
+lists of files, kernel tables with a size that the program chooses), sockets, nested namespaces, locks and notifications
+on files of the machine, and kernel interfaces with a history of exploitable bugs.
 """
 
 from __future__ import annotations

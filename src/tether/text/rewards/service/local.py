@@ -27,9 +27,8 @@ class LocalRewards(Rewards):
     Args:
         function: function with the same arguments as in a `RewardPool`.
         timeout: maximum seconds of a call.
-            in_thread: never calls the function in the main thread. With asynchronous sampling it runs in another
-                thread, where
-                functions that use signals fail; this makes them fail in the preflight already.
+        in_thread: never calls the function in the main thread. With asynchronous sampling it runs in another thread,
+            where functions that use signals fail; this makes them fail in the preflight already.
     """
 
     def __init__(self, function: RewardFunction, timeout: float, *, in_thread: bool = False) -> None:

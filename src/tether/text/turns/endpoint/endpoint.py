@@ -24,7 +24,7 @@ class AgentEndpoint:
 
     Args:
         options: the section of the configuration.
-            num_workers: maximum number of concurrent programs.
+        num_workers: maximum number of concurrent programs.
         chat: translates between messages and token ids.
 
     Raises:

@@ -1,8 +1,7 @@
 """Records the calls of an episode as the token ids that the policy read and sampled.
 
 If the messages of a call begin with those of an earlier call and its response, it continues that call: the ids so far
-are the
-recorded ones, and only the later messages are tokenized. The longest such match is used. Calls thus form trees,
+are the recorded ones, and only the later messages are tokenized. The longest such match is used. Calls thus form trees,
 and the paths of these are the branches of the episode::
 
     call 1   [prompt][sampled]
@@ -189,8 +188,7 @@ class AgentEpisode:
 
     def noise(self, context: Context) -> int:
         """Return the noise index of a call. It depends only on what the policy reads, and how often it has read it in
-        this
-        episode, so that concurrent sampling does not affect it."""
+        this episode, so that concurrent sampling does not affect it."""
         ids = np.array(context.token_ids, dtype=np.int32).tobytes()
         self._repeats[ids] += 1
         digest = hashlib.blake2b(ids, digest_size=8)

@@ -1,8 +1,7 @@
 """How models write tool calls, as response templates of transformers (`transformers.utils.chat_parsing`).
 
 Each follows the chat template that is shipped with the models. Values that a template writes as bare text get their
-type from the
-schema of the tool.
+type from the schema of the tool.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def _template(opening: str, closing: str, content: JsonObject) -> JsonObject:
     """Return the response template of calls between two patterns.
 
     Args:
-            opening: pattern before the arguments, with the group `name` and, if the model assigns ids to calls, `id`.
+        opening: pattern before the arguments, with the group `name` and, if the model assigns ids to calls, `id`.
         closing: pattern after them.
         content: how the arguments are written.
     """

@@ -84,7 +84,7 @@ class RequestHandler:
 
     Args:
         specs: the tools and environments.
-            server_tools: the `server_tools` of the process that this one replaces; empty for the first process.
+        server_tools: the `server_tools` of the process that this one replaces; empty for the first process.
         report: called with a description before a class is loaded.
 
     Raises:
