@@ -262,7 +262,7 @@ def missing_anywhere(config: RunConfig, say: Callable[[str], None]) -> list[Prob
 
 
 def missing_reward_inputs(config: RunConfig) -> list[Problem]:
-    """Return `missing_inputs` of a reward trial without sampling; if the reward only reads texts, no policy is needed."""
+    """Return `missing_inputs` of a reward trial without sampling, which needs no policy if the reward reads only text."""
     reward = ("data.train_files", "custom_reward_function.", "reward_model.")
     return missing_inputs(config, reward if scores_texts_alone(config) else ("",))
 

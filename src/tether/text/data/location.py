@@ -166,8 +166,7 @@ def environment_named_by(spec: str) -> str:
 
 
 def has_tasksets() -> bool:
-    """Return whether the installed verifiers has its environments as tasksets in `verifiers.v1`, as version 0.4 and
-    later."""
+    """Return whether environments of the installed verifiers are tasksets of `verifiers.v1`, as from version 0.4 on."""
     try:
         return tuple(map(int, version("verifiers").split(".")[:2])) >= (0, 4)
     except PackageNotFoundError:

@@ -403,7 +403,7 @@ def the_teacher_is_the_only_reference(cfg: RunConfig) -> Problem | None:
 
 
 def distillation_has_a_gradient(cfg: RunConfig) -> Problem | None:
-    """Some kinds of KL have no gradient as a loss, others are no advantage."""
+    """Some kinds of KL have an expected gradient of 0 as a loss; others do not depend on the sampled token."""
     options, key = cfg.distillation.distillation_loss, f"{DISTILLATION}.loss_mode"
     switch = f"{DISTILLATION}.use_policy_gradient"
     if not cfg.distillation.enabled:

@@ -44,7 +44,7 @@ class MultiTurnConfig(Section):
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
     """Side of a long tool response that is kept: its left end, its right end, or both ends (middle)."""
     tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable"] = "strict"
-    """Refuse a chat template if concatenated turns differ from its full output; ignore_strippable: beyond white space."""
+    """Refuse a chat template if concatenated turns differ from its output for all of them; or ignore white space."""
     timeout: PositiveFloat = 10.0
     """Timeout in seconds for a call of a tool or a step of an environment. (tether's own key.)"""
     max_kept_tokens: Annotated[

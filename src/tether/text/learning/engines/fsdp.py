@@ -307,7 +307,7 @@ def _shard_model(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype, s
     for module in model.modules():
         if type(module).__name__ in layers:
             shard(module, mp_policy=policy)
-    if model.get_output_embeddings() is None:  # a critic, whose head stays float32: bfloat16 would round its values
+    if model.get_output_embeddings() is None:  # a critic, whose head keeps its dtype: bfloat16 would round its values
         shard(model.base_model, mp_policy=policy)
         policy = wide
     root = _Root(model)
