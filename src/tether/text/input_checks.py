@@ -262,7 +262,7 @@ def missing_anywhere(config: RunConfig, say: Callable[[str], None]) -> list[Prob
 
 
 def missing_reward_inputs(config: RunConfig) -> list[Problem]:
-    """Return `missing_inputs` of a reward trial without sampling, which needs no policy if the reward reads only text."""
+    """Return `missing_inputs` of a reward trial without sampling; it needs no policy if the reward reads only texts."""
     reward = ("data.train_files", "custom_reward_function.", "reward_model.")
     return missing_inputs(config, reward if scores_texts_alone(config) else ("",))
 

@@ -352,9 +352,9 @@ def token_rows(
     """Convert rows into the model's inputs on the CPU, or into one rank's slice of them.
 
     With `packed` (``use_remove_padding``) there is no padding, and rows with the same prompt share it, so the layers
-    compute it once. Identical responses to it are shared too, with two exceptions: the sampler's truncation of the
-    vocabulary is replayed, or `merges` is False, because the losses of a mixture's routers count tokens and would
-    depend on which responses are in the same micro-batch.
+    compute it once. Identical responses to it are shared too, unless recorded truncations or experts are replayed,
+    which may differ, or `merges` is False: the losses of a mixture's routers count tokens, and would depend on which
+    responses are in the same micro-batch.
     """
     merges = merges and packed and batch.kept is None and experts != "replayed"
     input_ids, position_ids, layout, prompt_start, response_start = (

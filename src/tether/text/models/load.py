@@ -26,7 +26,7 @@ from tether.text.models.packing_check import disable_dropout, prepare_for_packin
 
 CRITIC_CLASSES = ("ForTokenClassification", "ForSequenceClassification")
 """Suffixes of the class names of saved critics."""
-_ALIGNMENT = 64  # alignment of PyTorch's allocator
+_ALIGNMENT = 64  # bytes; the alignment of PyTorch's allocator
 
 
 def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Tokenizer:

@@ -57,7 +57,7 @@ class KeptSets:
 
     num_positions: int
     token: Tensor  # [K] the listed tokens of all positions, ascending
-    position: Tensor  # position where each was kept
+    position: Tensor  # [K] position where each was kept
     masked: Tensor  # [D] positions that have a bit mask
     masks: Tensor  # [D, V / 32]
 

@@ -116,7 +116,7 @@ class TetherTransferEngine(WeightTransferEngine[Init, Update]):
                         pending.arguments[name] = value.clone()
 
     def finish_weight_update(self) -> None:
-        """Finish an update and load the remaining weights.
+        """Finish an update: process the remaining layers, and pack a tied output head.
 
         Raises:
             ValueError: a parameter of the model was not sent.
