@@ -1,6 +1,6 @@
-"""PPO of language models: everything that trains such a policy, from prompts to updates.
+"""PPO training of language models, from prompts to weight updates.
 
-`build` puts a run together, in order. `data` has prompts, `models` loads and saves, `sampling` draws responses in the
-trainer's process and `servers` with inference servers, `turns` holds conversations with tools, `rewards` scores,
-`learning` computes losses and gradients.
+`build` puts a run together. `data` reads prompts, `models` loads and saves models, `sampling` samples responses in the
+trainer's process and `servers` on inference servers, `turns` runs conversations with tools, `rewards` scores responses,
+and `learning` computes losses and gradients.
 """

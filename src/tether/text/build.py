@@ -1,13 +1,13 @@
-"""Builds a text run from its configuration: `build_run` lists the parts in order, and each is built beside it.
+"""Builds a text run from its configuration. `build_run` calls the builders in this order:
 
-1. `build_inputs`: models, tokenizer and prompts, all checked; `look_at_servers`: servers that are there already.
-2. `build_groups`: processes of several devices. `build_rewards`: what scores.
-3. `build_roles`: policy, critic, reference and sampler. `build_collector`: samples and scores.
-4. `_rollouts`: makes the batch of a step. `_sampling_ahead`: samples while the policy learns.
-5. The trainer: rewards are shaped, advantages estimated, the batch corrected and filtered.
-6. `preflight`: what is checked before the first step.
+1. `build_inputs` loads and checks model paths, tokenizer and prompts; `look_at_servers` checks external servers.
+2. `build_groups` starts the processes of several devices; `build_rewards` builds the reward.
+3. `build_roles` loads policy, critic, reference and sampler; `build_collector` builds what samples and scores.
+4. `_rollouts` builds the source of each step's batch; `_sampling_ahead` makes it sample while the policy trains.
+5. The `Trainer` shapes rewards, estimates advantages, corrects and filters the batch, and updates the models.
+6. `preflight` is what the run checks before its first step.
 
-A part is made by a function, or its `from_config`, that takes the sections that it reads.
+Each component is built by a function, or its `from_config`, that takes only the configuration sections it needs.
 """
 
 from __future__ import annotations
@@ -111,16 +111,16 @@ STORED = (
     TrainBatch, RolloutBatch, KeptTokens, ScoredResponses, Prompt, Score, Abstention, RewardError, RewardReport,
     ErrorSample, RewardRequest, Dialogue,
 )  # fmt: skip
-"""Classes in the stored batches that were sampled ahead."""
+"""Classes that may occur in stored batches of asynchronous sampling."""
 
 
 def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activity: None) -> Run:
     """Build everything that a run needs, and resume from a checkpoint according to ``trainer.resume_mode``.
 
-    `begin` is called with a description of each activity that starts.
+    `begin` is called with a description of each activity when it starts.
 
     Raises:
-        ValueError: the inputs are not usable.
+        ValueError: the inputs are invalid.
     """
     config = loaded.config
     check_own_functions(config.algorithm, config.actor_rollout_ref.actor, has_critic=config.critic.enable)
@@ -192,7 +192,7 @@ def _rollouts(
     groups: RankGroups | None,
     warn: Callable[[str], None],
 ) -> TextRollouts:
-    """Build what makes the batch of a step, and evaluates."""
+    """Build the component that makes the batch of each step and evaluates the policy."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
     filter_groups, sampler, evaluation = config.algorithm.filter_groups, collector.engine, None
     if inputs.validation is not None:
@@ -244,7 +244,7 @@ def _sampling_ahead(
     schedule: Schedule,
     warn: Callable[[str], None],
 ) -> SamplingAhead[Any, Any] | None:
-    """Return the asynchronous sampling; None if sampling and training alternate."""
+    """Return the component that samples asynchronously; None if sampling and training alternate."""
     config, mode = loaded.config, loaded.config.trainer.async_mode
     return SamplingAhead.of_mode(
         mode,
@@ -274,7 +274,7 @@ def _drawn_by(loaded: LoadedConfig, warn: Callable[[str], None], checkpoint: Pat
 
 
 def _proof(trainer: TrainerConfig, sampler: RolloutEngine, prompts: PromptDataset) -> Callable[[], None] | None:
-    """Return the parity probe of sampler and trainer before the first step; None if a step makes the comparison."""
+    """Return the function that compares sampler and trainer before the first step; None if a step does this itself."""
     if trainer.async_mode == "off" or not isinstance(sampler, ParityProbe):
         return None
     few = [prompts[row].token_ids for row in range(min(MORE_ROWS, len(prompts)))]
@@ -282,7 +282,7 @@ def _proof(trainer: TrainerConfig, sampler: RolloutEngine, prompts: PromptDatase
 
 
 def _inputs(config: RunConfig, tools: ToolPool | None, checkpoint: Path | None, begin: Callable[[str], None]) -> Inputs:
-    """Build the inputs of a run, checked for the training engine."""
+    """Build the inputs of a run and check them against the training engine."""
     begin("reading the data")
     inputs = build_inputs(config, tools)
     if checkpoint is None:
@@ -308,7 +308,7 @@ def _identity(config: RunConfig, inputs: Inputs) -> dict[str, str]:
                 identity[reference_models(config)[name][0]] = model_fingerprint(path)
     if isinstance(inputs.critic_path, Path):
         identity["critic.model.path"] = model_fingerprint(inputs.critic_path)
-    if reference := stored_weights(config).get("reference"):  # a resumed run reads it, too
+    if reference := stored_weights(config).get("reference"):  # a resumed run also reads it
         identity[reference[0]] = model_fingerprint(reference[1])
     if isinstance(scores := reward_model_path(config.reward_model), Path):
         identity["reward_model.model.path"] = model_fingerprint(scores)
@@ -316,7 +316,7 @@ def _identity(config: RunConfig, inputs: Inputs) -> dict[str, str]:
 
 
 def _scoring_files(rollout: RolloutConfig, custom: CustomRewardFunctionConfig) -> dict[str, str]:
-    """Return key -> fingerprint of user files that score or answer; they may differ in a resumed run."""
+    """Return key -> fingerprint of user files that score or reply; a resumed run may have different ones."""
     named, turns = {"custom_reward_function.path": [custom.path or ""]}, rollout.multi_turn
     if path := turns.tool_config_path:
         tools = [tool.class_name for tool in read_tools(path) if isinstance(tool, ToolSpec)]
@@ -342,7 +342,7 @@ def _sampler(data: DataConfig, algorithm: AlgorithmConfig, num_prompts: int) -> 
 
 def _schedule(config: RunConfig, num_prompts: int) -> Schedule:
     trainer = config.trainer
-    # Regardless of what dynamic sampling drops.
+    # Does not account for groups that dynamic sampling drops.
     batches_per_epoch = math.ceil(num_prompts / config.data.train_batch_size)
     total_steps = trainer.total_training_steps or trainer.total_epochs * batches_per_epoch
     if problem := staleness_problem(config, total_steps):
@@ -351,6 +351,6 @@ def _schedule(config: RunConfig, num_prompts: int) -> Schedule:
 
 
 def _mismatch_alarm(trainer: TrainerConfig, *formats: str) -> MismatchAlarm:
-    if trainer.async_mode != "off":  # rows of older weights: a large difference is no fault
+    if trainer.async_mode != "off":  # rows of older weights: a large difference is expected
         return MismatchAlarm(math.inf)
     return MismatchAlarm(mismatch_tolerance(*(DTYPES[name] for name in formats)))

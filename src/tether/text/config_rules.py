@@ -1,7 +1,7 @@
-"""The rules of a text run, by part.
+"""All rules of a text run's configuration.
 
-Every message has the full paths of the keys that it mentions, so that a rule is skipped if one of them is invalid by
-itself.
+A rule's message has the full path of each key that it mentions, so that the rule can be skipped if one of them is
+invalid by itself.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Checks that the files, models and functions named in a configuration exist, before anything is loaded. Imports no
-torch.
+"""Checks that the files, models and functions named in a configuration exist, before anything is loaded.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ if TYPE_CHECKING:
     from tether.batch import Prompt
 
 TEMPLATES = (".txt", ".md")
-"""Suffixes that mark a prompt as a file name."""
+"""Suffixes by which a prompt is recognised as the name of a file."""
 
 
 def judge_of(key: str, section: JudgePart) -> Judge:
@@ -134,7 +135,7 @@ def agents_of(agent: AgentConfig) -> Sequence[str]:
 def agent_problem(
     rollout: RolloutConfig, row: Row, interactions: Sequence[str] | None, agents: Sequence[str] | None
 ) -> str:
-    """Return the problem with the agent that a row names, or an empty text; unknown names (None) fit."""
+    """Return the problem with the agent that a row names, or an empty string; None for the names accepts any."""
     name = row.agent_name
     if rollout.agent.plays_endpoint and rollout.agent.endpoint.program == VERIFIERS:
         what = f"has no environment, which {ENDPOINT_PROGRAM}={VERIFIERS} plays. Name one in data: verifiers:NAME"
@@ -181,11 +182,11 @@ def check_turns_act(turns: MultiTurnConfig, agents: set[tuple[RowAgent, RowAgent
     """Refuse configured turns, tools and interactions that no row of a run uses.
 
     Args:
-        turns: section of the turns.
-        agents: the agent of each row, paired with its agent if it were of `tool_agent`.
+        turns: the `multi_turn` section.
+        agents: pairs, for each row, of its agent and the agent that it would have as a row of `tool_agent`.
 
     Raises:
-        ValueError: the message says what is configured, and how rows can use it.
+        ValueError: the message names the setting, and what a row needs to use it.
     """
     default = "actor_rollout_ref.rollout.agent.default_agent_loop"
     if not turns.enable:
@@ -215,13 +216,15 @@ _FINDS = f"import importlib.util, sys; sys.exit({_NOT_FOUND} if importlib.util.f
 
 
 FIRST_ROWS = 100
-"""Number of rows to check per file if all rows are read soon afterwards."""
+"""Number of rows to check per file if the run reads all rows soon afterwards."""
 
 
 def missing_inputs(
     config: RunConfig, sections: tuple[str, ...] = ("",), rows: int | None = FIRST_ROWS
 ) -> list[Problem]:
-    """Return problems with everything named in a configuration that is missing. User files are parsed, not run.
+    """Return a problem for everything that a configuration names and that does not exist.
+
+    User files are parsed, not run.
 
     Args:
         config: configuration of a run.
@@ -234,7 +237,7 @@ def missing_inputs(
         named = _of_control(config) if config.env.train.id is not None else _of_text(config, rows)
     problems: dict[str, Problem] = {}
     for key, value, look in named:
-        # A path under several keys is one problem, of the first key; asking a hub again would take time.
+        # A path under several keys is reported once, for the first key; querying a hub again would take time.
         if is_object(value) or value in problems or not key.startswith(sections):
             continue
         try:
@@ -250,7 +253,7 @@ def missing_inputs(
 
 
 def missing_anywhere(config: RunConfig, say: Callable[[str], None]) -> list[Problem]:
-    """Return `missing_inputs` with all rows. What only this machine lacks is passed to `say`, as another may train."""
+    """Return `missing_inputs` for all rows, but pass problems of this machine only to `say`: another one may train."""
     problems = missing_inputs(config, rows=None)
     local = [item for item in problems if item.path == PROGRAMS and config.reward_model.sandbox_fusion.url is None]
     for item in local:
@@ -259,19 +262,19 @@ def missing_anywhere(config: RunConfig, say: Callable[[str], None]) -> list[Prob
 
 
 def missing_reward_inputs(config: RunConfig) -> list[Problem]:
-    """Return `missing_inputs` of a reward trial without sampling; without the policy if the reward reads only texts."""
+    """Return `missing_inputs` of a reward trial without sampling; it needs no policy if the reward reads only texts."""
     reward = ("data.train_files", "custom_reward_function.", "reward_model.")
     return missing_inputs(config, reward if scores_texts_alone(config) else ("",))
 
 
 def scores_texts_alone(config: RunConfig) -> bool:
-    """Whether neither the reward nor the rows require a tokenizer."""
+    """Whether neither the reward nor the rows need a tokenizer."""
     turns, custom = config.actor_rollout_ref.rollout.multi_turn, config.data.custom_cls
     return not models_read_replies(config.reward_model) and not custom.path and not turns.enable
 
 
 def models_read_replies(reward: RewardModelConfig) -> bool:
-    """Whether a reward model or a judge scores replies."""
+    """Whether a reward model or a judge scores responses."""
     sections = reward.parts
     judges = not part_problems(sections) and any(
         isinstance(section, JudgePart) for section in read_parts(sections).values()
@@ -285,7 +288,7 @@ NO_TEMPLATE = (
     "set reward_model.model.input_tokenizer=null where it has the policy's tokenizer."
 )
 Named = Iterator[tuple[str, str, Callable[[str], object]]]
-"""(key, named value, function that raises a ValueError if the value is missing)"""
+"""(key, value, function that raises a ValueError if what the value names does not exist)"""
 
 
 def _of_text(config: RunConfig, first: int | None) -> Named:
@@ -372,7 +375,7 @@ def _of_fine_tuning(config: RunConfig, first: int | None) -> Named:
 
 
 def _chats(data: DataConfig, first: int | None, name: str) -> None:
-    """Check the rows of a file; a hub is asked when the run is built."""
+    """Check the rows of a file; those of a hub are checked when the run is built."""
     if locate(expand(name)[0]).kind != "hub":
         load_chats(data, [name], first)
 
@@ -464,8 +467,8 @@ def _rows(
 ) -> None:
     """Check a source of rows; for a file, check the first rows, their agents and the rules that score them.
 
-    The data sources that rules score are added to `sources`; the known agents of each source of rows are added to
-    `agents`, for `check_turns_act`.
+    Adds the data sources that rules score to `sources`, and the known agents of each source of rows to `agents`, for
+    `check_turns_act`.
     """
     kind, rollout = locate(expand(name)[0]).kind, config.actor_rollout_ref.rollout
     if kind == "environment" and (problem := environment_problem(rollout)):
@@ -500,7 +503,7 @@ def _rows(
             if sections:
                 check_has_part(sections, row.data_source)
             check_has_teacher(taught, row.data_source)
-            if agent is None and rules:  # otherwise an environment may score it
+            if agent is None and rules:  # otherwise an environment may score the row
                 check_source(row.data_source)
                 sources.add(row.data_source)
                 check_truth(row.data_source, row.ground_truth, row.extra_info, from_columns=row.from_columns)
@@ -513,7 +516,7 @@ def _rows(
 
 
 def _programs(reward: RewardModelConfig, _: str) -> None:
-    """Check that programs can be run on this machine; a server for them is checked later."""
+    """Check that this machine can run programs; a server that runs them is checked later."""
     sandbox, remote = reward.sandbox, reward.sandbox_fusion.url
     server = None if remote is None else Server(remote)
     try:
@@ -530,7 +533,7 @@ def _command(command: str) -> None:
 
 
 def _rules_score(rollout: RolloutConfig, reward: RewardModelConfig, custom: CustomRewardFunctionConfig) -> bool:
-    """Whether only rules score the replies."""
+    """Whether only rules score the responses."""
     others = reward.enable or reward.parts or custom.path or rollout.agent.program_scores
     return not (others or rollout.multi_turn.enable or is_own_function(rollout.agent.default_agent_loop))
 
@@ -554,7 +557,7 @@ def _model(path: str, *, weights: bool = True) -> object:
 
 
 def _reward_model(path: str, *, writes: bool) -> None:
-    """Check that a reward model exists and fits; `writes`: it needs a chat template."""
+    """Check that a reward model exists and fits the run; `writes`: it generates text, so it needs a chat template."""
     folder = _model(path)
     if not isinstance(folder, Path) or not folder.is_dir():
         return  # a hub's model is checked after the download
@@ -589,7 +592,7 @@ def server_address(url: str) -> str:
 
 
 def server_python(name: str) -> Path:
-    """Return the Python of the environment of a server, vLLM or SGLang.
+    """Return the Python interpreter of the environment of a server, vLLM or SGLang.
 
     Raises:
         ValueError: there is no such environment, or it lacks the package.
@@ -631,7 +634,8 @@ def _environment_class(name: str) -> None:
 
 
 def _classes(named: Iterable[ToolSpec | EnvironmentSpec]) -> None:
-    """Check every ``FILE.py:Class``, and the top-level package of ``package.module.Class``, without importing it."""
+    """Check every ``FILE.py:Class``, and the top-level package of each ``package.module.Class`` without importing
+    it."""
     for spec in named:
         try:
             if ":" in spec.class_name:

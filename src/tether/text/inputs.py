@@ -55,14 +55,14 @@ class Inputs:
     model_path: Path | str
     critic_path: Path | str
     reference_paths: Mapping[str, Path | str]
-    """Where the models of the reference are, by the names of `reference_models`."""
+    """Locations of the reference models, under the names of `reference_models`."""
     tokenizer: PreTrainedTokenizerBase
     train: PromptDataset
     validation: PromptDataset | None
 
 
 def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
-    """Find the models, load the tokenizer, read and tokenize the prompts.
+    """Locate the models, load the tokenizer, and read and tokenize the prompts.
 
     Raises:
         ValueError: paths, files, rows, the chat template or data sources are invalid.
@@ -83,7 +83,7 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
     _check_heads(config, model_path, reference_paths.values(), critic_path)
     tokenizer = build_tokenizer(data, model, resolve_model_path(model.tokenizer_path, cache_dir(), weights=False))
     if config.distillation.enabled:
-        build_served_teachers(config)  # whether their servers answer
+        build_served_teachers(config)  # checks that their servers respond
         for name, setting in reference_models(config).items():
             _check_teacher(config, tokenizer, model_path, reference_paths[name], "=".join(setting))
     agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
@@ -113,7 +113,7 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
 
 
 def check_adapters(config: RunConfig, inputs: Inputs) -> None:
-    """Refuse adapters to start from that are not of these models.
+    """Refuse initial adapters that were made for other models.
 
     Raises:
         ValueError: the message names the adapter and the model.
@@ -125,7 +125,7 @@ def check_adapters(config: RunConfig, inputs: Inputs) -> None:
 
 
 def _check_teachers_act(data: DataConfig, distillation: DistillationConfig, train: PromptDataset) -> None:
-    """Refuse rows of a data source without a teacher, and, if all rows are read, a teacher whose source no row has.
+    """Refuse rows whose data source has no teacher, and, if all rows are read, a teacher whose data source no row has.
 
     Raises:
         ValueError: the message names the row, or the teacher.
@@ -172,7 +172,7 @@ def _check_heads(config: RunConfig, policy: Path | str, references: Iterable[Pat
 def _check_teacher(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, policy: Path | str, teacher: Path | str, named: str
 ) -> None:
-    """Refuse a teacher that does not know the policy's tokens by the same ids; `named` is its setting.
+    """Refuse a teacher whose token ids differ from the policy's; `named` is its setting.
 
     Raises:
         ValueError: the message names the teacher and the difference.
@@ -198,7 +198,7 @@ def _check_teacher(
 
 
 def check_vocabulary(path: Path | str, rows: PromptDataset | ExampleDataset, *, trust_remote_code: bool) -> None:
-    """Check that a model has all tokens of its rows.
+    """Check that a model's vocabulary has all tokens of its rows.
 
     Raises:
         ValueError: the message names a row and its token.
@@ -213,13 +213,13 @@ def check_vocabulary(path: Path | str, rows: PromptDataset | ExampleDataset, *, 
 
 
 def build_tokenizer(data: DataConfig, model: ModelConfig, path: Path | str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer; its repository's code may run if the data or model section trusts it."""
+    """Load the tokenizer; code of its repository may run if the data or the model section trusts it."""
     trusted = data.trust_remote_code or model.trust_remote_code
     return load_tokenizer(path, trust_remote_code=trusted)
 
 
 def with_template_date(loaded: LoadedConfig, checkpoint: Path | None) -> LoadedConfig:
-    """Return the configuration with the date of the chat template: that of the resumed run, or today."""
+    """Return the configuration with a fixed date for the chat template: that of the resumed run, or today."""
     if loaded.config.data.chat_template_date is not None:
         return loaded
     key = "data.chat_template_date"
@@ -230,7 +230,7 @@ def with_template_date(loaded: LoadedConfig, checkpoint: Path | None) -> LoadedC
 
 
 def _dated(tokenizer: PreTrainedTokenizerBase, day: str | None) -> PreTrainedTokenizerBase:
-    """Return a tokenizer whose template has that date; checkpoints store the original."""
+    """Return a tokenizer whose template has this date; checkpoints store the original template."""
     template = dated_template(tokenizer, None, day)
     if template is None:
         return tokenizer
@@ -251,7 +251,7 @@ def build_dataset(
 ) -> PromptDataset:
     """Read `files` and make prompts of their rows, with `tools` if the row's agent has tools.
 
-    Without a tokenizer, which a custom dataset requires, they have no token ids.
+    Without a tokenizer, which only a custom dataset requires, prompts have no token ids.
     """
     rows, template = read_rows(data, tokenizer, files), _template(data, tokenizer)
     options = PromptOptions(

@@ -1,4 +1,4 @@
-"""Loads models and engines onto devices, in the number formats that a configuration leaves to the machine."""
+"""Loads models and engines onto devices, and decides the dtypes that are ``auto`` in a configuration."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ DTYPE_KEYS = (
 
 
 def number_format(name: str, device: torch.device) -> str:
-    """Return the configured name; for ``auto`` the fastest format that is precise enough for training."""
+    """Return the configured dtype; for ``auto`` the fastest one that is precise enough for training."""
     if name != "auto":
         return name
     return "bfloat16" if computes_in_bfloat16(device) else "float32"
 
 
 def decided_formats(config: RunConfig, device: torch.device, checkpoint: Path | None = None) -> dict[str, str]:
-    """Return the keys with ``auto`` and their formats: those of the checkpoint, or the fast ones of this machine."""
+    """Return the keys that are ``auto`` with their dtypes: those of the checkpoint, or the fast ones of this
+    machine."""
     values = values_of(config)
     saved = (saved_values(checkpoint / "run.yaml") if checkpoint else None) or {}
     return {key: str(saved.get(key) or number_format("auto", device)) for key in DTYPE_KEYS if values[key] == "auto"}
 
 
 def formats_line(config: RunConfig, decided: Mapping[str, str]) -> list[str]:
-    """Return a line about the automatic formats; it names the sections with other formats."""
+    """Return a line about the automatic dtypes, which also names the sections with explicit ones."""
     values = values_of(config)
     acting = [key for key in DTYPE_KEYS if why_idle(key, values) is None]
     auto = [key for key in acting if key in decided]

@@ -78,24 +78,24 @@ class Roles:
     critic: Learner[TrainBatch, ValueOutputs] | None
     """The critic; None if the advantage estimator needs no values."""
     reference: Reference | None
-    """The reference; None if no KL uses it."""
+    """The reference; None if no KL needs one."""
     sampler: RolloutEngine
 
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines in a process, or their handles; None: it does not have the model."""
+    """The engines of a process, or handles of them; None for models that the process does not have."""
 
     actor: PolicyEngine | None = None
     critic: ValueEngine | None = None
     references: Mapping[str, PolicyEngine] = field(default_factory=dict)
-    """The engine of the reference, or of each of several teachers in their order."""
+    """The engine of the reference, or those of several teachers in their order."""
     sampler: NativeEngine | None = None
     card: PolicyCard | None = None
-    """Describes the policy to servers, if they sample."""
+    """Describes the policy to servers; None if no server samples."""
 
     def by_name(self) -> dict[str, Any]:
-        """Return those that exist, as components of a rank."""
+        """Return the engines that exist, as components of a rank."""
         single = {name: engine for name, engine in vars(self).items() if engine is not None and name != "references"}
         return single | dict(self.references)
 
@@ -127,14 +127,14 @@ def build_roles(
 
     Args:
         config: configuration of the run.
-        sources: sources of its models.
+        sources: locations of its models.
         sampling: sampling parameters of training responses.
         logs: folder for the output of other processes.
-        resources: closes servers.
-        groups: processes of several devices, which also load the reward model.
+        resources: closes the servers.
+        groups: processes of several devices, which also load the reward model; None: a single device.
 
     Raises:
-        ValueError: models cannot be loaded or trained.
+        ValueError: a model cannot be loaded or trained.
     """
     if groups is None:
         engines = _engines(config, sources, lambda _: LocalEngine, frozenset(models_of(config)), sharded=False)
@@ -147,7 +147,7 @@ def build_roles(
     assign = balanced if config.trainer.balance_batch else in_order
     separate = groups.of.get("sampler", groups.of["actor"]) is not groups.of["actor"]
     hosts = _hosts(config, groups)
-    # Samples while the actor is trained.
+    # Whether sampling runs while the actor is trained.
     ahead = (separate or hosts is not None) and config.trainer.async_mode != "off"
     handles: dict[str, Any] = {
         component: ShardedEngine[Any](groups.of[name], component, replicas, assign, copies=ahead and name == "actor")
@@ -177,7 +177,7 @@ def _of_first_rank(group: Group, component: str, method: str) -> Any:
 
 
 def _replicas(config: RunConfig, groups: RankGroups) -> dict[str, Replicas]:
-    """Return for each model which ranks share its rows."""
+    """Return for each model which ranks share their rows."""
     ranks_per_replica = {"actor": sequence_ranks(config, config.actor_rollout_ref.actor)}
     if "critic" in groups.of:
         ranks_per_replica["critic"] = sequence_ranks(config, config.critic)
@@ -204,7 +204,7 @@ def _served(
 
 
 def _hosts(config: RunConfig, groups: RankGroups) -> SamplingRanks | None:
-    """Return the ranks on whose nodes servers start; None if servers of the run start on this machine, or none do."""
+    """Return the ranks on whose nodes servers start; None if the run starts servers on this machine, or starts none."""
     rollout, devices = config.actor_rollout_ref.rollout, placed(config)
     if rollout.name not in SERVERS or rollout.server_urls:
         return None
@@ -222,7 +222,7 @@ def build_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> d
     fsdp = importlib.import_module("tether.text.learning.engines.fsdp")
     seed_rng(config.trainer.seed)
     if config.actor_rollout_ref.rollout.name in SERVERS:
-        names -= {"sampler"}  # servers sample on its devices
+        names -= {"sampler"}  # servers sample on the devices of these ranks
     alone = _is_alone(config, names)
 
     def make(role: Role) -> Any:
@@ -255,7 +255,7 @@ def build_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> d
 
 
 def _is_alone(config: RunConfig, names: frozenset[str]) -> bool:
-    """Whether these models have a single device without offloading, so that nothing is sharded."""
+    """Whether these models use a single device without offloading, so that nothing is sharded."""
     sections: dict[str, Role] = {
         "actor": config.actor_rollout_ref.actor,
         "critic": config.critic,
@@ -276,7 +276,7 @@ def _sharding_of(role: Role) -> ShardConfig:
 def _engines(
     config: RunConfig, sources: Sources, make: Callable[[Role], Any], names: frozenset[str], *, sharded: bool
 ) -> Engines:
-    """Build the named models. The sampler shares weights with `LocalEngine`, and has a copy with sharded engines."""
+    """Build the named models. The sampler shares the weights of a `LocalEngine`; with sharded engines it has a copy."""
     tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
     settings = config.actor_rollout_ref
     engines, policy, references = Engines(), None, dict[str, ReferenceModel]()
@@ -317,7 +317,7 @@ def _engines(
         make_reference = make(config.actor_rollout_ref.ref)
         if sharded and reference_is_policy(config):
             make_reference = partial(_frozen, engines.actor)
-        elif reference_runs_with_actor(config):  # unsharded, as the actor's forward passes need it
+        elif reference_runs_with_actor(config):  # not sharded, because the actor's forward passes use it
             make_reference = LocalEngine
         frozen = {name: reference_engine(config, model, make_reference) for name, model in references.items()}
         engines = replace(engines, references=frozen)
@@ -325,7 +325,7 @@ def _engines(
 
 
 def _frozen(actor: Any, model: PreTrainedModel, micro: MicroBatching, during: Any) -> Any:
-    """Return the reference of a sharded policy with an adapter: the policy itself, whose adapter is off."""
+    """Return the reference of a sharded policy with an adapter: the policy itself, with its adapter disabled."""
     return actor.frozen(micro, during)
 
 
@@ -339,17 +339,17 @@ def _policy_engines(
     *,
     sharded: bool,
 ) -> Engines:
-    """Build the actor, with the sampler or the model card for servers."""
+    """Build the actor, and the sampler or, for servers, the description of the model."""
     settings, served = config.actor_rollout_ref, config.actor_rollout_ref.rollout.name in SERVERS
     separate = sharded or config.trainer.async_mode != "off"  # the sampler does not share the trained weights
     sampling = _copy_to_sample(settings.actor.fsdp_config.dtype, policy) if separate and "sampler" in names else policy
-    card = PolicyCard.of(policy) if served else None  # before it is sharded
-    # Before the sampler, which then shares the weights in their training dtype.
+    card = PolicyCard.of(policy) if served else None  # must be made before the policy is sharded
+    # Built before the sampler, which then shares the weights in their training dtype.
     actor = actor_engine(
         config, policy, reference, sources.tokenizer, sources.total_steps, sources.incidents, make(settings.actor)
     )
     if "sampler" not in names:
-        use_tether_attention(policy)  # for training; the native engine does it itself
+        use_tether_attention(policy)  # for training; the native engine enables it by itself
         return Engines(actor=actor, card=card)
     return Engines(actor=actor, sampler=_native(settings.rollout, sampling), card=card)
 
@@ -365,7 +365,7 @@ def _native(rollout: RolloutConfig, model: PreTrainedModel) -> NativeEngine:
 
 
 def _copy_to_sample(compute_dtype: str, policy: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of the policy in its training dtype, with uninitialized memory for unread weights.
+    """Return a copy of the policy in its training dtype; weights that were not loaded are uninitialized memory.
 
     Buffers keep their dtype: rotary frequencies in bfloat16 would change the angles of distant tokens.
     """

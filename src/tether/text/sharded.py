@@ -1,4 +1,4 @@
-"""Handles of an engine or sampler on many ranks, with its methods; each rank gets only its own rows."""
+"""Engines and samplers on many ranks behind the interface of a single one; each rank gets only its own rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tether.text.sampling.concat import join_rollouts
 from tether.text.sampling.protocol import FinishedResponse, NoiseKey, Responder, SamplingParams
 
 LINEAR_WORK = 24576
-"""Work of a token in the layers, in units of the attention between two tokens: 6 times the hidden size of a 7B model,
+"""Cost of a token in the layers, relative to the attention between two tokens: 6 times the hidden size of a 7B model,
 as in verl."""
 
 
@@ -38,7 +38,7 @@ class ShardedEngine(EngineHandle, Generic[Outputs]):
 
     def infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs]) -> Outputs:
         assigned = self._assign(_work(batch), len(self._replicas.output_ranks))
-        # A rank without rows takes part in the collectives with the first row.
+        # A rank without rows runs the first row, because it has to take part in the collectives.
         results = self._call_groups("infer", [(batch[torch.tensor(rows or [0])], forward) for rows in assigned])
         outputs = [(output, torch.tensor(rows)) for output, rows in zip(results, assigned, strict=True) if rows]
         return scattered([output for output, _ in outputs], [rows for _, rows in outputs], len(batch))
@@ -56,7 +56,7 @@ class ShardedEngine(EngineHandle, Generic[Outputs]):
         outputs, row_indices = [], []
         for updated, (rows, mini_shares) in zip(results, shares, strict=True):
             if updated.outputs is not None:
-                # Later epochs may assign a row to another rank.
+                # Later epochs may assign a row to a different rank.
                 first = torch.cat([share.rows for share in mini_shares if share.epoch == 0])
                 outputs.append(updated.outputs[first])
                 row_indices.append(rows[first])
@@ -64,7 +64,7 @@ class ShardedEngine(EngineHandle, Generic[Outputs]):
         return Updated(metrics, scattered(outputs, row_indices, len(batch)) if outputs else None)
 
     def saving(self, folder: Path, state: Path | None, *, copy: bool) -> Callable[[], None]:
-        # Each rank writes its shard in a thread of its own.
+        # Each rank writes its shard in a separate thread.
         parent = folder.with_name(f"parts_of_{folder.name}")
         shards = [parent / str(rank) for rank in range(self._group.size)]
         for shard in shards:
@@ -85,10 +85,11 @@ class ShardedEngine(EngineHandle, Generic[Outputs]):
 
 
 class ShardedSampler:
-    """The `RolloutEngine` of many ranks, with a `RankSampler` on each that samples responses to some of the prompts.
+    """A `RolloutEngine` on many ranks: a `RankSampler` on each samples responses to some of the prompts.
 
-    If a rank cannot sample all of its responses at a time, prompts are split into chunks, and a rank that has finished
-    one takes the next. Chunks do not depend on the speed of ranks, so that identical ranks sample identical bits.
+    If a rank cannot sample all of its responses at the same time, prompts are split into chunks, and a rank that has
+    finished one takes the next. Which prompts form a chunk does not depend on the speed of ranks, so identical ranks
+    sample identical bits.
     """
 
     def __init__(self, group: Group, component: str, eos_token_ids: frozenset[int], max_num_seqs: int) -> None:
@@ -119,7 +120,8 @@ class ShardedSampler:
         return rollout
 
     def _chunk_rollouts(self, arguments: Sequence[tuple[object, ...]]) -> list[RolloutBatch]:
-        """Return the responses to each chunk; every rank starts with one and takes the next when it has finished."""
+        """Return the responses to each chunk; each rank starts with one chunk and takes the next when it has
+        finished."""
         ranks, waiting = min(self._group.size, len(arguments)), deque(range(len(arguments)))
         firsts = [waiting.popleft() for _ in range(ranks)]
         rollouts: list[Any] = [None] * len(arguments)
@@ -144,7 +146,7 @@ class ShardedSampler:
         return rollouts
 
     def load_weights(self, weights: WeightUpdate) -> None:
-        # Each rank gathers the shards of the actor on the same ranks, or reads the weights of other ranks.
+        # Each rank gathers the actor's shards from its own group, or reads weights that ranks of another group stored.
         if isinstance(weights.tensors, WeightsOnRanks) and weights.tensors.group is not self._group:
             for shared in weights.tensors.shared():
                 self._load("load", (weights.version, shared))
@@ -162,8 +164,8 @@ def prompt_chunks(prompts: int, ranks: int, fitting: int) -> list[range]:
     Args:
         prompts: number of prompts.
         ranks: number of ranks that sample.
-        fitting: prompts whose responses a rank samples at a time. No chunk is smaller, as the rank would be partly
-            idle; if it is at least the share of a rank, each rank has one chunk.
+        fitting: prompts whose responses a rank samples at the same time. No chunk is smaller, as the rank would be
+            partly idle; if it is at least the share of a rank, each rank has one chunk.
     """
     share = -(-prompts // ranks)
     if share <= fitting:
@@ -183,7 +185,7 @@ def _shifted(key: NoiseKey, samples: int) -> NoiseKey:
 
 
 def _work(batch: TrainBatch) -> list[float]:
-    """Return the work of each row: its tokens in the layers, and pairs of tokens in attention."""
+    """Return the cost of each row: its tokens in the layers, plus the pairs of tokens in attention."""
     tokens = sequence_lengths(batch).double()
     work: list[float] = (tokens * (LINEAR_WORK + tokens)).tolist()
     return work

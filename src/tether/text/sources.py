@@ -1,4 +1,4 @@
-"""The sources of a run's models, and the sampler of one rank; both are sent to the ranks."""
+"""The locations of a run's models, and the sampler of one rank; both are sent to the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tether.text.sampling.engine import NativeEngine
 
 @dataclass(frozen=True)
 class Sources:
-    """Everything to build the models of a run; it is sent to the ranks."""
+    """Everything that is needed to build the models of a run; it is sent to the ranks."""
 
     model_path: Path | str
     critic_path: Path | str
@@ -48,7 +48,7 @@ class RankSampler:
         return self._take(self._actor.export())
 
     def load(self, version: int, weights: StoredWeights) -> int:
-        """Load weights that ranks of another group have stored, and return their size in bytes."""
+        """Load weights that ranks of another group stored, and return their size in bytes."""
         return self._take(weights.update(version))
 
     def _take(self, weights: WeightUpdate) -> int:

@@ -1,4 +1,4 @@
-"""Single components of a run: to score a checkpoint, to try a reward, to train a critic."""
+"""Components of a run on their own: to evaluate a checkpoint, try a reward, or pretrain a critic."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from tether.text.turns.tools import ToolPool
 
 @contextmanager
 def build_evaluator(loaded: LoadedConfig, model: Path | str) -> Iterator[tuple[Evaluation, Collector]]:
-    """Build the validation of a model (a directory, a GGUF file or a hub id) with a configuration.
+    """Build the validation of a model (a directory, a GGUF file or a hub id) from a configuration.
 
     Raises:
-        ValueError: there are no ``data.val_files``, or inputs are not usable.
+        ValueError: ``data.val_files`` is empty, or inputs are invalid.
     """
     config = loaded.config
     if not config.data.val_files:
@@ -80,17 +80,17 @@ def _tools(config: RunConfig, resources: ExitStack) -> ToolPool | None:
 
 @dataclass(frozen=True)
 class RewardTrial:
-    """The inputs of a trial of a reward."""
+    """The inputs of a reward trial."""
 
     prompts: list[Prompt]
     rewards: Rewards
     sampled: ProbeScores | None
-    """Replies of the policy, possibly conversations: `group_size` to each of the first prompts."""
+    """Responses of the policy, possibly conversations: `group_size` to each of the first prompts."""
     group_size: int
     in_turns: bool
     """Whether the reward receives conversations."""
     cut: Callable[[str], str]
-    """Truncates a reply to ``data.max_response_length`` tokens if a model with a limited context reads it."""
+    """Truncates a response to ``data.max_response_length`` tokens if a model with a limited context scores it."""
 
 
 @contextmanager
@@ -102,12 +102,12 @@ def build_reward_trial(
     Args:
         config: configuration of data, reward and policy.
         rows: number of rows, spread over the training data.
-        samples: replies to sample from the untrained policy; with 0 no weights are loaded, and no tokenizer if only
+        samples: number of responses to sample from the untrained policy; 0 loads no weights, and no tokenizer if only
             texts are scored.
-        on_sampled: called with the number of replies so far.
+        on_sampled: called with the number of responses so far.
 
     Raises:
-        ValueError: inputs are not usable.
+        ValueError: inputs are invalid.
     """
     if config.reward_model.enable and config.reward_model.model.input_tokenizer is None:
         raise ValueError(
@@ -167,7 +167,7 @@ def _cut(tokenizer: PreTrainedTokenizerBase, limit: int, text: str) -> str:
 
 
 def _probe(scored: ScoredResponses, seconds: list[float]) -> ProbeScores:
-    """Return sampled replies for the audit, with the full text of conversations."""
+    """Return sampled responses for the audit, with the full text of conversations."""
     requests = [
         RewardRequest(prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
         for prompt, text in ((scored.prompt_of(row), text) for row, text in enumerate(scored.texts))
@@ -176,22 +176,22 @@ def _probe(scored: ScoredResponses, seconds: list[float]) -> ProbeScores:
 
 
 def build_critic_pretraining(config: RunConfig, rollouts: Path, *, epochs: int, held_out: float) -> Pretraining:
-    """Build the training of a configuration's critic on stored rollouts.
+    """Build the pretraining of a configuration's critic on stored rollouts.
 
     Args:
-        config: its ``critic`` section, ``algorithm.gamma`` and seed.
+        config: its ``critic`` section, ``algorithm.gamma`` and seed are used.
         rollouts: folder written by ``trainer.rollout_data_dir``.
         epochs: number of passes over the rollouts.
-        held_out: share of the prompts for validation of the critic.
+        held_out: share of the prompts on which the critic is validated.
 
     Raises:
-        ValueError: the configuration has no text critic, or the rollouts are not usable.
+        ValueError: the configuration has no text critic, or the rollouts are invalid.
     """
     if config.env.train.id is not None:
         raise ValueError("env.train.id: embodied runs store no rollouts, so no critic can be trained on them")
     if not config.critic.enable:
         raise ValueError("critic.enable: there is no critic to train; use algorithm.adv_estimator=gae")
-    responses = read_rollouts(rollouts)  # before loading a model
+    responses = read_rollouts(rollouts)  # before a model is loaded
     learned, kept_apart = split_by_prompt(responses, held_out, config.trainer.seed)
     set_threads(config.trainer.num_threads)
     seed_rng(config.trainer.seed)

@@ -1,4 +1,4 @@
-"""The start of a text run, or its resume: seeds, device, the lock of its folder, checkpoint and number formats."""
+"""Starts or resumes a text run: seeds, device, lock of its folder, checkpoint and dtypes."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from tether.text.loading import decided_formats
 
 @dataclass(frozen=True)
 class Start:
-    """The checkpoint, device and number formats that a run starts with."""
+    """The checkpoint, device and dtypes that a run starts with."""
 
     loaded: LoadedConfig
-    """The configuration with all automatic values decided."""
+    """The configuration with all automatic values resolved."""
     device: torch.device
     store: CheckpointStore
     checkpoint: Path | None
     """The checkpoint to resume from; None for a new run."""
     formats: Mapping[str, str]
-    """Keys with the number formats that this machine decided."""
+    """Keys that were ``auto``, with the dtypes chosen for them."""
 
 
 def start_run(loaded: LoadedConfig, resources: ExitStack) -> Start:
-    """Start a run in its folder, which `resources` unlocks.
+    """Lock the folder of a run until `resources` closes, and prepare to start or resume in it.
 
     Raises:
-        ValueError: another run uses the folder, or its checkpoint is damaged or of different model settings.
+        ValueError: another run uses the folder, or its checkpoint is damaged or was made with different model settings.
     """
     trainer = loaded.config.trainer
     set_threads(trainer.num_threads)

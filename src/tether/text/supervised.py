@@ -1,4 +1,4 @@
-"""Builds supervised fine-tuning: the training loop, the engine and the checkpoints of PPO, without sampling."""
+"""Builds supervised fine-tuning: it uses the training loop, engine and checkpoints of PPO, without sampling."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from tether.text.start import start_run
 
 
 def build_supervised_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activity: None) -> Run:
-    """Build a fine-tuning, and resume from a checkpoint according to ``trainer.resume_mode``.
+    """Build a supervised fine-tuning run, and resume from a checkpoint according to ``trainer.resume_mode``.
 
-    `begin` is called with a description of each activity that starts.
+    `begin` is called with a description of each activity when it starts.
 
     Raises:
-        ValueError: the inputs are not usable.
+        ValueError: the inputs are invalid.
     """
     with ExitStack() as resources:
         start = start_run(loaded, resources)

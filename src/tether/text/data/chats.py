@@ -1,7 +1,7 @@
-"""Conversations of which the assistant's messages are learned: the rows of supervised fine-tuning. Imports no torch.
+"""Conversations whose assistant messages are trained on: the rows of supervised fine-tuning. Imports no torch.
 
-A row has `messages`, a list of {role, content}; or `prompt`, such a list or the user's message, and `response`, the
-assistant's text. The configuration names the columns.
+A row has `messages`, a list of {role, content}; or `prompt`, such a list or the text of a user message, and `response`,
+the assistant's text. The configuration names the columns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RESPONSES = ("response", "completion", "answer", "output", "solution", "target"
 
 @dataclass(frozen=True)
 class ChatRow:
-    """A conversation with at least one message of the assistant."""
+    """A conversation with at least one assistant message."""
 
     messages: tuple[JsonObject, ...]
     place: str
@@ -56,7 +56,7 @@ def load_chats(data: DataConfig, files: Sequence[str], first: int | None = None)
 
 
 def _layout_problem(source: RowSource, data: DataConfig) -> str | None:
-    """Return the problem of a source without rows, or without the columns of a conversation."""
+    """Return why a source is unusable: it has no rows, or lacks the columns of a conversation; otherwise None."""
     if not len(source.records):
         return f"{source.name}: no rows. Name a file with at least one, or take it off the list."
     if data.messages_key in source.keys or {source.columns.prompt, source.columns.answer} <= {*source.keys}:
@@ -74,7 +74,7 @@ def _layout_problem(source: RowSource, data: DataConfig) -> str | None:
 
 
 def _problems(record: object, source: RowSource, data: DataConfig) -> Iterator[str]:
-    """Yield every reason why a raw row is not a conversation to learn from."""
+    """Yield every reason why a raw row is not a conversation to train on."""
     if not isinstance(record, Mapping):
         yield f"a {type(record).__name__}, not an object with keys."
         return
@@ -104,5 +104,5 @@ def _messages(record: Mapping[str, object], source: RowSource, data: DataConfig)
         assert isinstance(before, list)
         messages = [*before, {"role": "assistant", "content": response}]
     assert isinstance(messages, list)
-    # A parquet struct has null for the keys of other messages, but templates test whether a key exists.
+    # A parquet struct has all messages' keys, null where missing, but templates test whether a key exists.
     return tuple({key: value for key, value in message.items() if value is not None} for message in messages)

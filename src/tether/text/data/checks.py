@@ -1,4 +1,4 @@
-"""Checks for mistakes in prompts that no other step detects.
+"""Checks for mistakes in prompts that nothing else detects.
 
 Each check returns None, or a sentence with the cause and the fix.
 """
@@ -22,7 +22,7 @@ def bos_problem(tokenizer: PreTrainedTokenizerBase, token_ids: TokenIds) -> str 
 
     Args:
         tokenizer: the policy's. The token counts as missing only if the tokenizer adds it to plain text.
-        token_ids: a prompt as the policy reads it, not cut on the left.
+        token_ids: a prompt as the policy reads it, not truncated on the left.
     """
     bos = tokenizer.bos_token_id
     if bos is None:
@@ -73,7 +73,7 @@ def opening_problem(
     Args:
         tokenizer: the policy's.
         messages: messages of a prompt; empty for a custom dataset without them.
-        chat_template: a Jinja template instead of the tokenizer's.
+        chat_template: a Jinja template that replaces the tokenizer's.
         template_kwargs: further variables of the template.
     """
     has_template = chat_template or tokenizer.chat_template

@@ -1,4 +1,4 @@
-r"""Columns of a source: which ones contain question and answer, and how published layouts are recognised.
+r"""Columns of a source: which contain question and answer, and how published layouts are recognised.
 
 A layout is recognised if a source has its columns and the first row contains its mark (`#### N`, `\boxed{...}`).
 """
@@ -37,7 +37,7 @@ def _after_marks(solution: str) -> str | None:
 
 
 def _boxed(solution: str) -> str | None:
-    unbraced = _UNBRACED.findall(solution)  # a few of MATH's answers: $\boxed 2$
+    unbraced = _UNBRACED.findall(solution)  # a few answers in MATH: $\boxed 2$
     return last_boxed(solution) or (unbraced[-1].strip() if unbraced else None)
 
 
@@ -81,10 +81,11 @@ class Columns:
         )
 
     def recognised(self, keys: Sequence[str], first: object) -> Columns:
-        """Return the columns of the layout recognised by `keys` and the row `first`, or these columns if there is none.
+        """Return the columns of the layout recognised by `keys` and the row `first`; these columns if none is
+        recognised.
 
-        Keys set by the user stay. A configured answer column is extracted only if the layout's reward scores the row,
-        because a custom reward function may need the full column.
+        Columns that the user named are kept. The answer is extracted from a configured answer column only if the
+        layout's reward scores the row, because a custom reward function may need the full column.
         """
         if not isinstance(first, Mapping) or (self.answer is None and "reward_model" in keys):
             return self
@@ -111,8 +112,8 @@ class Columns:
 
 
 def naming_advice(name: str, keys: Sequence[str], missing: Sequence[str]) -> str:
-    """Return advice on how to name the `missing` ones of question, answer and data_source, with likely columns of
-    `keys`.
+    """Return advice on how to set those of question, answer and data_source that are `missing`, with likely columns
+    among `keys`.
     """
     question = next((key for key in _QUESTIONS if key in keys), "COLUMN")
     answer = next((key for key in _ANSWERS if key in keys and key != question), "COLUMN")

@@ -1,4 +1,4 @@
-"""Rules of the prompts."""
+"""Rules for the `data` section."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def training_data_is_named(cfg: RunConfig) -> Problem | None:
 
 
 def validation_has_data(cfg: RunConfig) -> Problem | None:
-    """Validation needs held-out data."""
+    """Validation needs validation prompts."""
     asks = "trainer.val_only" if cfg.trainer.val_only else "trainer.test_freq" if cfg.trainer.test_freq > 0 else None
     if (cfg.data.val_files and all(cfg.data.val_files)) or asks is None:
         return None

@@ -20,8 +20,8 @@ class CustomDataset(Protocol):
     """The interface of the user's class, which needs no base class.
 
     It is instantiated once for the training files and once for the validation files, and every item is read once, in
-    order. An item is a row in the layout of `tether.text.data.rows`, which is templated and tokenized like any other,
-    or a `tether.batch.Prompt`, whose `token_ids` are used unchanged and whose `index` is replaced.
+    order. An item is a row in the layout of `tether.text.data.rows`, which is templated and tokenized like any other
+    row, or a `tether.batch.Prompt`, whose `token_ids` are used unchanged and whose `index` is replaced.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ def load_custom_dataset(
     data_files = [files] if isinstance(files, str) else list(files)
     dataset: CustomDataset = cls(data_files=data_files, tokenizer=tokenizer, config=config)
     records = [dataset[index] for index in range(len(dataset))]
-    return _rows_of(f"{path}:{name}", records, columns, from_columns=True)  # if the class reads any
+    return _rows_of(f"{path}:{name}", records, columns, from_columns=True)  # True, because the class may read columns
 
 
 def rows_of_object(name: str, columns: Columns | None = None) -> Rows:

@@ -1,9 +1,9 @@
-"""Tokens of conversations, and which of them fine-tuning learns: the assistant's, as the chat template marks them.
+"""Tokens of conversations, and which of them fine-tuning trains on: those of the assistant, found by the chat template.
 
-A template marks them with ``{% generation %}``, as transformers defines it. Of another template, the text up to each
-message of the assistant is rendered, with the opening of its turn and with the message: what the second adds is the
-assistant's, up to the last character that is not white space. Both texts must be the beginning of the text of the full
-conversation, of which the token ids are.
+A template may mark them with ``{% generation %}``, as transformers defines it. Otherwise the text up to each assistant
+message is rendered twice: with only the opening of its turn, and with the message. What the second text adds is the
+assistant's, up to the last character that is not white space. Both texts must be prefixes of the rendered full
+conversation, which is what is tokenized.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _GENERATION = re.compile(r"\{%-?\s*generation\b")
 
 @dataclass(frozen=True)
 class Example:
-    """The tokens of a conversation up to the last one that is learned; the first one is never learned."""
+    """The tokens of a conversation up to the last one that is trained on; the first one is never trained on."""
 
     token_ids: TokenIds
     mask: NDArray[np.bool_]
-    """Whether each token is learned."""
+    """Whether each token is trained on."""
     place: str
     """File and row, for error messages."""
 
@@ -46,7 +46,7 @@ class ExampleDataset:
     Args:
         rows: the conversations.
         tokenizer: tokenizer of the policy.
-        options: settings of the conversion; ``max_prompt_length`` is that of the full conversation.
+        options: settings of the conversion; ``max_prompt_length`` limits the full conversation.
 
     Raises:
         ValueError: the template refuses a conversation or does not mark the assistant's tokens, or conversations are
@@ -98,14 +98,15 @@ class ExampleDataset:
         return iter(self._examples)
 
     def first_beyond(self, vocabulary: int) -> str | None:
-        """Describe the first conversation with a token id outside of a model's vocabulary of `vocabulary` tokens."""
+        """Describe the first conversation with a token id outside of a vocabulary of this size; None if there is
+        none."""
         for example in self._examples:
             if example.token_ids.max() >= vocabulary:
                 return f"{example.place} has the token {example.token_ids.max()}"
         return None
 
     def fingerprint(self) -> str:
-        """Return a hash of all tokens, and of which are learned."""
+        """Return a hash of all tokens and masks."""
         digest = hashlib.sha256()
         for example in self._examples:
             digest.update(repr((example.token_ids.tolist(), example.mask.tolist())).encode())
@@ -144,7 +145,7 @@ def assistant_mask(
     """Return the token ids of a conversation, and which of them are the assistant's.
 
     Raises:
-        ValueError: the template refuses the conversation, or writes messages differently when more follow.
+        ValueError: the template refuses the conversation, or renders a message differently when others follow.
     """
     template = tokenizer.get_chat_template(arguments.get("chat_template"))
     if _GENERATION.search(template):

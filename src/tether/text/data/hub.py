@@ -11,7 +11,7 @@ from tether.text.data.rows import Records, RowSource
 
 
 def read_hub(spec: str, repository: str, options: Mapping[str, str]) -> RowSource:
-    """Download one split of a hub dataset once, and open it.
+    """Download one split of a hub dataset, unless it is in the cache, and open it.
 
     Args:
         spec: the user's text, for messages.

@@ -34,7 +34,7 @@ PACKAGES = {
     "environment": ("verifiers", "verifiers"),
     "hub": ("datasets", None),
 }
-"""Kind of source -> the package that it requires, and the extra that installs it; None: it is not in an extra."""
+"""Kind of source -> the package that it requires, and the extra that installs it; None: no extra does."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def locate(spec: str) -> Location:
 
 
 def _pull_command(file: Path) -> str:
-    """Return a sentence with the command that writes a file of a published dataset; empty for other files."""
+    """Return a sentence with the command that downloads a file of a published dataset; empty for other files."""
     datasets = integration("hubs", "catalogue").DATASETS
     for out in file.parents:
         if out.name in datasets and str(file.relative_to(out)) in datasets[out.name].files:
@@ -155,7 +155,7 @@ def split_query(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def environment_named_by(spec: str) -> str:
-    """Return the name of the environment that answers a source's rows, without the options that select rows.
+    """Return the name of the environment that replies to a source's rows, without the options that select rows.
 
     Raises:
         ValueError: the options are malformed.
@@ -166,7 +166,7 @@ def environment_named_by(spec: str) -> str:
 
 
 def has_tasksets() -> bool:
-    """Return whether the environments of the installed verifiers are tasksets of `verifiers.v1`, as from 0.4 on."""
+    """Return whether environments of the installed verifiers are tasksets of `verifiers.v1`, as from version 0.4 on."""
     try:
         return tuple(map(int, version("verifiers").split(".")[:2])) >= (0, 4)
     except PackageNotFoundError:

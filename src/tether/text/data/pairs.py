@@ -1,10 +1,10 @@
 """Preference pairs: the training data of a reward model.
 
-A row has `chosen` and `rejected`, each a conversation (a list of {role, content}) or a text. With `prompt`, a
-conversation or the user's message, they continue it; messages of the prompt that both conversations repeat (all of them
-as in UltraFeedback, or the last ones) are read once. Texts without a prompt are used verbatim, without a chat template,
-as in Anthropic's hh-rlhf. A number in `margin` is the margin by which the loss asks the chosen score
-to be higher.
+A row has `chosen` and `rejected`, each a conversation (a list of {role, content}) or a text. If it also has `prompt`, a
+conversation or the text of a user message, both continue it; messages of the prompt that both conversations repeat (all
+of them, as in UltraFeedback, or the last ones) are used once. Texts without a prompt are used verbatim, without a chat
+template, as in Anthropic's hh-rlhf. A number in `margin` is the amount by which the chosen score should exceed the
+rejected one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Side = str | list[JsonObject]
 """A text or a conversation."""
 SIDES = ("chosen", "rejected")
 ECHO = 20
-"""Minimum characters of a prompt that both answers cannot begin with by chance; a shorter one may be a greeting."""
+"""Minimum length of a prompt that two answers do not both begin with by chance; a shorter one may be a greeting."""
 TURN = re.compile(r"\n\n(Human|Assistant):")
 """The start of a turn in texts such as those of hh-rlhf."""
 
@@ -46,11 +46,11 @@ class Pair:
     place: str
     """File and row, for error messages."""
     margin: float = 0.0
-    """Margin by which the chosen score should exceed the other one."""
+    """Amount by which the chosen score should exceed the rejected one."""
 
     @property
     def prompt(self) -> str:
-        """The prompt of both responses; for texts, the chosen one."""
+        """The prompt of both responses; if the pair consists of texts, the chosen text."""
         return json.dumps(self.chosen[:-1] if isinstance(self.chosen, list) else self.chosen)
 
 
@@ -115,7 +115,7 @@ def _sides(record: Mapping[str, Any]) -> tuple[Side, Side]:
     if prompt is None:
         return chosen, rejected
     before = _conversation(prompt)
-    repeated = _repeated(chosen, before)  # both sides repeat the same messages: `pair_problems` checked it
+    repeated = _repeated(chosen, before)  # `pair_problems` has checked that both sides repeat the same messages
     if repeated == len(before):
         return chosen, rejected
     before = before[: len(before) - repeated]
@@ -131,9 +131,9 @@ def _conversation(prompt: str | Sequence[Message]) -> list[Message]:
 
 
 def _repeated(side: object, before: Sequence[Message]) -> int:
-    """Return how many of the prompt's last messages a conversation begins with.
+    """Return how many of the prompt's last messages a conversation starts with.
 
-    A conversation that begins with the full prompt may have an additional system message in front.
+    A conversation that starts with the full prompt may have an additional system message in front.
     """
     if not _is_conversation(side):
         return 0
@@ -153,7 +153,7 @@ def _same(messages: Sequence[Message], others: Sequence[Message]) -> bool:
 
 
 def _repetitions(prompt: str | Sequence[Message], record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield problems with text of the prompt that the sides repeat, so that it would be read twice."""
+    """Yield problems with prompt text that the sides repeat, which would therefore be used twice."""
     before = _conversation(prompt)
     sides: list[Any] = [record.get(name) for name in SIDES]
     chosen, rejected = (_repeated(side, before) for side in sides)

@@ -5,10 +5,10 @@ Keys are those of the task's own configuration (numbers, true/false and json lis
 
     system    text of a system message before the question
     suffix    text appended verbatim to the question: begin it with a space or line break
-    extract   what is scored of the reply: `last_number`, `first_word`, `answer_tag` (the text between <answer> and
-              </answer>, or the full reply without them; the default) or `full`
+    extract   how the answer is extracted from the reply: `last_number`, `first_word`, `answer_tag` (the text between
+              <answer> and </answer>, or the full reply without them; the default) or `full`
     part      `train` or `test`: a fifth of all possible questions, chosen by hash, is in test and never in train,
-              whatever the seeds. `size` counts the questions of the part; in `test` they are distinct. Without `part`,
+              for any seed. `size` counts the questions of the part; in `test` they are distinct. Without `part`,
               two seeds of a small task share questions
 
 Values are url-encoded: %20 for a space, %0A for a line break, %2B for a plus.
@@ -38,8 +38,8 @@ OWN_OPTIONS = ("system", "suffix", "extract", "part")
 def read_task(spec: str, task: str, options: Mapping[str, str]) -> RowSource:
     """Generate the rows of a task; without `part`, row i is the task's entry i.
 
-    Each row's `extra_info` has the data to rebuild its scorer, under `reasoning_gym`: the `task`, its `params`, the
-    `entry` (question, answer, metadata; not converted to json, which would turn number keys into text and mislead some
+    Each row's `extra_info` has the data for rebuilding its scorer, under `reasoning_gym`: the `task`, its `params`, the
+    `entry` (question, answer, metadata; not converted to json, which would turn number keys into text and break some
     scorers) and `extract`. The style is `verifier`, because some tasks accept many answers and have no `ground_truth`.
 
     Raises:
@@ -90,7 +90,7 @@ def read_task(spec: str, task: str, options: Mapping[str, str]) -> RowSource:
 
 
 def _entries(task: str, params: dict[str, Any], split: str | None) -> list[dict[str, Any]]:
-    """Return `size` entries of a part (distinct ones for `test`), or as many as a small task has."""
+    """Return `size` entries of a part (distinct ones for `test`); fewer if the task has fewer."""
     dataset = reasoning_gym.create_dataset(task, **params)
     if split is None:
         return list(dataset)
@@ -98,7 +98,7 @@ def _entries(task: str, params: dict[str, Any], split: str | None) -> list[dict[
     attempts = 4 * TEST_SHARE * wanted
     try:
         dataset[attempts - 1]
-    except IndexError:  # most tasks generate any index, but some only the first `size`
+    except IndexError:  # most tasks generate any index, but some only those below `size`
         dataset = reasoning_gym.create_dataset(task, **params | {"size": attempts})
     drawn = (dataset[index] for index in range(attempts))
     in_split = (entry for entry in drawn if _part_of(entry["question"]) == split)

@@ -1,12 +1,12 @@
-"""Rows to prompts: templated, tokenized once, and limited in length.
+"""Converts rows to prompts: templated, tokenized once, and limited in length.
 
-`PromptSampler` is the order in which they are drawn.
+`PromptSampler` determines the order in which they are sampled.
 
-Control tokens inside messages: by default a question that contains ``<|im_end|>`` ends the user's turn. A tokenizer
-maps the text of a control token to that token, whoever wrote it. To read it as text (`ControlTokens`), a mark is
-inserted into it before the template is applied. The rendered text is then split at the control tokens of the template,
-and each section in between is tokenized without the mark and with control tokens disabled. Control tokens are the
-special tokens, and other added tokens in the template (Qwen's ``</tool_response>``). Tokenizers cannot disable the
+Control tokens inside messages: a tokenizer maps the text of a control token to that token, regardless of who wrote it,
+so by default a question that contains ``<|im_end|>`` ends the user's turn. To read it as text (`ControlTokens`), a mark
+is inserted into it before the template is applied. The rendered text is then split at the control tokens of the
+template, and each section in between is tokenized without the mark and with control tokens disabled. Control tokens are
+the special tokens, and other added tokens in the template (Qwen's ``</tool_response>``). Tokenizers cannot disable the
 latter, so they are tokenized in two halves.
 """
 
@@ -54,7 +54,7 @@ TRUNCATIONS: dict[str, Callable[[NDArray[Any], int], NDArray[Any]]] = {
     "right": lambda ids, length: ids[:length],
     "middle": lambda ids, length: np.concatenate([ids[: length // 2], ids[len(ids) - (length - length // 2) :]]),
 }
-"""Truncate to `length` tokens; the key is the side that is removed. `middle` keeps half from each end."""
+"""Functions that truncate to `length` tokens, by the side that is removed; `middle` keeps half of them at each end."""
 
 
 _TODAY = re.compile(r"""\bstrftime_now\(\s*(?:format\s*=\s*)?(["'])(.*?)\1\s*\)""")
@@ -80,7 +80,7 @@ def dated_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
     if day is None or not isinstance(template, str):
         return chat_template
     fixed = date.fromisoformat(day)
-    # transformers passes only plain values to a template, no functions.
+    # transformers passes only plain values to a template, not functions.
     dated = _TODAY.sub(lambda call: json.dumps(fixed.strftime(call[2])), template)
     return chat_template if dated == template else dated
 
@@ -98,8 +98,8 @@ def render(
         template_kwargs: further variables of the template, for example ``{"enable_thinking": False}``.
 
     Raises:
-        ValueError: there is no template, or it has a syntax error, refuses the conversation (some allow no
-            system message), fails or does not end.
+        ValueError: there is no template, or it has a syntax error, refuses the conversation (some refuse a system
+            message), fails or does not end.
     """
     if chat_template is None and not tokenizer.chat_template:
         raise ValueError(
@@ -163,7 +163,7 @@ def decode(
 MARK = "\uf4c3\ue6a9"
 """Default mark, for text that is marked before its context is known."""
 _PRIVATE_USE = range(0xE000, 0xF900)
-"""Unicode characters without a meaning."""
+"""Unicode characters without a predefined meaning."""
 
 
 class ControlTokens:
@@ -195,7 +195,8 @@ class ControlTokens:
         return [{**m, "content": self.as_text(m["content"], mark)} for m in messages], mark
 
     def as_text(self, text: str, mark: str = MARK, spared: Container[str] = ()) -> str:
-        """Return the text with a mark after the first character of each control token that is not `spared`."""
+        """Return the text with a mark after the first character of each control token, except those that are
+        `spared`."""
 
         def broken(match: re.Match[str]) -> str:
             return match[0] if match[0] in spared else match[0][0] + mark + match[0][1:]
@@ -487,7 +488,7 @@ class PromptDataset:
         raise_problems(problems)
 
     def first_beyond(self, vocabulary: int) -> str | None:
-        """Describe the first prompt with a token id outside of a model's vocabulary of `vocabulary` tokens."""
+        """Describe the first prompt with a token id outside of a vocabulary of this size; None if there is none."""
         for number, ids in zip(self._row_indices, self._token_ids, strict=True):
             if len(ids) and ids.max() >= vocabulary:
                 return f"{self._rows[number].place} has the token {ids.max()}"
@@ -496,7 +497,7 @@ class PromptDataset:
     def fingerprint(self) -> str:
         """Return a hash of the data that training uses: token ids, source, ground truth and extra_info.
 
-        Paths do not matter, so moved files are the same data; options and the template matter only by their effect.
+        It does not depend on the paths of files; options and the template matter only by their effect.
         """
         digest = hashlib.sha256()
         for prompt in self:

@@ -1,8 +1,8 @@
-"""The row layout to which every data source is converted.
+"""The row format to which every data source is converted.
 
 It is verl's: one prompt per row, with the inputs of the reward::
 
-    data_source   "openai/gsm8k"                                  which reward scores the reply
+    data_source   "openai/gsm8k"                                  selects the reward
     prompt        [{"role": "user", "content": "1 + 1?"}]         or a string: one user message
     reward_model  {"style": "rule", "ground_truth": "2"}          any other style needs no ground truth
     extra_info    {"split": "train", "index": 0}                  optional, passed to the reward unchanged
@@ -33,7 +33,7 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 MEDIA_KEYS = ("images", "videos")
 SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
-"""verl's agent names: a single answer, or turns with tools."""
+"""verl's agent names: a single response, or turns with tools."""
 LAYOUT = (
     "A row needs `prompt` (a list of {role, content}, or a string), `data_source` and "
     "`reward_model` {style, ground_truth}; `extra_info` is optional"
@@ -50,7 +50,7 @@ class Records(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, number: int, /) -> object:
-        """Return row `number` as a mapping in the layout above; a custom dataset may return a `Prompt` instead."""
+        """Return row `number` as a mapping in the format above; a custom dataset may return a `Prompt` instead."""
         ...
 
 
@@ -63,7 +63,7 @@ class RowSource:
     keys: tuple[str, ...]
     """Names of the source's columns; empty if each row has its own."""
     generated: bool = False
-    """Whether the rows were generated at random, so that they may repeat."""
+    """Whether the rows were generated at random, so that they may repeat each other."""
     columns: Columns = field(default_factory=Columns)
     from_columns: bool = False
     """Whether the rows come from typed columns (Parquet, `datasets`), whose mappings have the keys of all rows, with
@@ -83,7 +83,7 @@ class Row:
     token_ids: TokenIds | None = None
     """Token ids, if a custom dataset applied the template itself."""
     agent_name: str | None = None
-    """Name of the agent that answers the policy between its turns; None: the run's default."""
+    """Name of the agent that replies to the policy between its turns; None: the run's default."""
     from_columns: bool = False
     """Whether the row comes from typed columns, as in `RowSource`."""
 
@@ -99,15 +99,15 @@ class Row:
 
 @dataclass(frozen=True)
 class RowAgent:
-    """What answers the policy between its turns."""
+    """What replies to the policy between its turns."""
 
     has_tools: bool
     environment: str | None
-    """Name of a class that answers each turn (with tools: each turn without a tool call)."""
+    """Name of a class that replies to each turn (with tools: to each turn without a tool call)."""
 
 
 def agent_of(name: str, extra_info: ExtraInfo) -> RowAgent:
-    """Read a row's agent."""
+    """Return the agent of a row with this agent name and `extra_info`."""
     if name in (SINGLE_TURN, ENDPOINT):
         return RowAgent(False, None)
     if name == TOOL_AGENT:
@@ -291,7 +291,7 @@ def _answer_problems(answer: object, columns: Columns) -> Iterator[str]:
 
 
 def _is_missing(value: object) -> bool:
-    """Whether a value is None, or the NaN that tables have in its place."""
+    """Whether a value is None, or NaN, which tables have in its place."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
@@ -330,7 +330,7 @@ def _to_row(record: Any, source: RowSource, number: int) -> Row:
     if columns.suffix:
         messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + columns.suffix}]
     return Row(
-        # A parquet struct has null for the keys of other messages, but templates test whether a key exists.
+        # A parquet struct has all messages' keys, null where missing, but templates test whether a key exists.
         messages=tuple({key: value for key, value in message.items() if value is not None} for message in messages),
         data_source=_source_of(record, columns),
         ground_truth=_truth(record, columns),

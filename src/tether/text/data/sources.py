@@ -1,4 +1,4 @@
-"""Reading of rows from parquet, json and jsonl files, the Hugging Face hub, procedural tasks and environments."""
+"""Reads rows from parquet, json and jsonl files, the Hugging Face hub, procedural tasks and environments."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def load_rows(
             ``verifiers:environment?argument=value&...`` (see `tether.integrations.agents.environment_rows`).
         prompt_key: column of the prompt.
         reward_fn_key: column of the reward's name.
-        answer_key: column of the correct answer, or of a list with only it; None: it is in ``reward_model``.
+        answer_key: column of the correct answer, or of a list that contains only it; None: it is in ``reward_model``.
         data_source: reward's name for rows without that column; None: each row must have it.
-        first: maximum rows to read per file, for a preview; None: all.
+        first: maximum number of rows to read per file, for a preview; None: all.
 
     Raises:
         ValueError: a source is missing, unreadable or empty, or rows are invalid; lists up to ten problems.
@@ -67,7 +67,7 @@ def read_source(spec: str, columns: Columns, first: int | None) -> RowSource:
     Args:
         spec: one of the forms of `load_rows`, without patterns.
         columns: names of its columns, which options after the ``?`` override.
-        first: maximum rows to read from a file; None: all.
+        first: maximum number of rows to read from a file; None: all.
 
     Raises:
         ValueError: it is missing or unreadable.
@@ -163,7 +163,7 @@ def _parse_json(text: str, place: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return an object of json; refuse a duplicate key."""
+    """Return a JSON object as a dict; refuse a duplicate key."""
     obj = dict(pairs)
     if len(obj) < len(pairs):
         keys = [key for key, _ in pairs]

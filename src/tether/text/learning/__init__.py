@@ -1,3 +1,3 @@
-"""Experience, losses and gradients of language models: micro-batches, packing, forward passes, and the steps of the
-loop that only text has.
+"""Experience, losses and gradients of language models: micro-batches, packing, forward passes, and the components of
+the training loop that are specific to text.
 """

@@ -1,8 +1,8 @@
 """From scores to rewards to advantages.
 
-The steps before the estimator are scale, length penalty, normalisation and KL penalty. ReMax's baseline is a greedy
-answer to every prompt (arXiv 2310.10505); GDPO reads several numbers of a reward as separate components
-(arXiv 2601.05242).
+Scores are scaled, penalised for length and normalised, and become rewards, from which the KL penalty is subtracted.
+ReMax's baseline is the score of a greedy response to each prompt (arXiv 2310.10505). GDPO reads several values that a
+reward returns as separate components (arXiv 2601.05242).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tether.text.sampling.protocol import NoiseKey, SamplingParams
 from tether.types import StateDict
 
 LengthPenalty = Callable[[Tensor], Tensor]
-"""Maps response lengths [B] in tokens to what is added to the scores [B], which is at most 0."""
+"""Maps response lengths [B] in tokens to the penalties [B], at most 0, that are added to the scores."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class RewardShaping:
 
     length_penalty: LengthPenalty | None = None
     running: RunningRewardNormalizer | None = None
-    """Normalises by all scores so far, including those of this step."""
+    """Normalises by the statistics of all scores so far, including those of this step."""
     per_batch: bool = False
-    """Whether to normalise by the scores of this step."""
+    """Whether to normalise by the statistics of this step's scores."""
     scale: float = 1.0
-    """A factor that is applied to every score first."""
+    """Factor that is applied to every score first."""
 
     def apply(self, batch: TrainBatch) -> dict[str, float]:
         """Set `token_level_rewards` from `token_level_scores`, on the last token of each row, and return metrics."""
@@ -80,13 +80,13 @@ class RewardShaping:
         return self.running.state_dict() if self.running else {}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the running statistics; normalisation that a resumed run enables starts without any."""
+        """Load the running statistics; if a resumed run newly enables normalisation, it starts without any."""
         if self.running and state:
             self.running.load_state_dict(state)
 
 
 def penalty_metrics(penalty: Tensor) -> dict[str, float]:
-    """Return metrics of the size and frequency of the length penalty; none if no row has a score."""
+    """Return metrics of the size and frequency of the length penalty; empty if no row has a score."""
     if not len(penalty):
         return {}
     return {
@@ -124,24 +124,24 @@ class KLReward:
 
 @dataclass(frozen=True)
 class GreedyBaseline:
-    """Scores one greedy response per prompt like the sampled responses."""
+    """Scores one greedy response to each prompt in the same way as the sampled responses."""
 
     sampling: SamplingParams
     """Sampling parameters with n = 1 and temperature 0."""
     length_penalty: LengthPenalty | None = None
-    """The length penalty of reward shaping, which applies to both sides of the comparison."""
+    """The length penalty of reward shaping, applied to greedy responses as well."""
     scale: float = 1.0
-    """The factor of scores of reward shaping."""
+    """The factor on scores of reward shaping."""
 
     def add_to(
         self, batch: TrainBatch, prompts: Sequence[Prompt], collector: Collector, key: NoiseKey
     ) -> dict[str, float]:
-        """Set `reward_baselines`, and ignore the rows of a prompt whose greedy response has no score.
+        """Set `reward_baselines`, and exclude the rows of a prompt whose greedy response has no score.
 
         Args:
             batch: the sampled responses; `uid` is the index of the prompt.
             prompts: the prompts of the step.
-            collector: samples from the policy that the batch was sampled from, and scores.
+            collector: samples from the policy that sampled the batch, and scores.
             key: noise key of the step; a greedy response needs no noise.
 
         Returns:
@@ -206,7 +206,7 @@ def _number(numbers: dict[str, object], key: str, row: int) -> float:
 
 
 OWN_DEFAULT = ("raw",)
-"""Estimators that support whitening, but have a different default."""
+"""Estimators that use their own default for whitening instead of `algorithm.normalize_advantages`."""
 
 
 def asks_for(algorithm: AlgorithmConfig, what: str) -> bool:
@@ -268,7 +268,7 @@ def build_advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatc
 def build_reward_shaping(
     algorithm: AlgorithmConfig, reward: RewardModelConfig, max_length: int
 ) -> RewardShaping | None:
-    """Return the shaping of rewards; None if there is none."""
+    """Return the shaping of rewards; None if nothing is configured."""
     penalty = _length_penalty(reward.overlong_buffer, max_length)
     how, scale = algorithm.normalize_rewards, reward.reward_scale
     if penalty is None and how == "none" and scale == 1:
@@ -306,7 +306,7 @@ def _length_penalty(buffer: OverlongBufferConfig, max_length: int) -> LengthPena
 
 
 def build_kl_reward(algorithm: AlgorithmConfig) -> KLReward | None:
-    """Return the KL penalty in the reward; None without one."""
+    """Return the KL penalty in the reward; None if it is off."""
     if not algorithm.use_kl_in_reward:
         return None
     control = algorithm.kl_ctrl
@@ -316,7 +316,7 @@ def build_kl_reward(algorithm: AlgorithmConfig) -> KLReward | None:
 
 
 def value_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Return the explained variance of the critic; no metric without a critic, or without a token to learn from."""
+    """Return the explained variance of the critic; empty without a critic, or without a token to train on."""
     if batch.values is None or batch.returns is None or not batch.response_mask.any():
         return {}
     return {"critic/vf_explained_var": float(explained_variance(batch.values, batch.returns, batch.response_mask))}

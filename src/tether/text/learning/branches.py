@@ -1,14 +1,15 @@
-"""Further branches of episodes as rows of a batch, so that each token that an episode sampled is learned from once.
+"""Adds the further branches of episodes to a batch as rows, so that each token that an episode sampled is trained on
+once.
 
-A batch begins with a row for each episode, that of its main branch. The rows of further branches follow, with the score
-of their episode. A token that several branches share is in the `response_mask` of one of them::
+A batch begins with one row per episode, for its main branch. The rows of further branches follow, with the score of
+their episode. If several branches share a token, it is in the `response_mask` of one of them only::
 
     row      response_mask                   episode   score
     0        [sampled][reply][sampled]       0         0.5
     1        [sampled]                       1         1
     2        [.......][other][sampled]       0         0.5       branches off row 0 after its first turn
 
-Where scores are compared an episode counts once (`TrainBatch.episodes`).
+Comparisons of scores count an episode once (`TrainBatch.episodes`).
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from tether.text.sampling.concat import join_rollouts
 
 
 def with_branches(batch: TrainBatch, responses: ScoredResponses) -> TrainBatch:
-    """Return a batch with the further branches of its episodes, at least one, behind its rows.
+    """Return a batch with the rows of further branches, of which there must be at least one, appended to its own.
 
     Args:
-        batch: a row for each response, with its score and what estimators need of it.
+        batch: a row for each response, with its score and the inputs of estimators.
         responses: the responses.
     """
     count, further = len(batch), responses.branches
@@ -36,7 +37,7 @@ def with_branches(batch: TrainBatch, responses: ScoredResponses) -> TrainBatch:
     beyond = torch.arange(rollout.prompt_ids.shape[1]) >= rollout.prompt_length[:, None]
     has_prompt = ((rollout.prompt_ids == rollout.prompt_ids[episode]) | beyond).all(dim=-1)
     has_prompt &= rollout.prompt_length == rollout.prompt_length[episode]
-    # A branch with another prompt is a group of its own, since the rows of a group share their prompt.
+    # A branch with a different prompt gets its own group, since all rows of a group share their prompt.
     alone = int(batch.uid.max()) + 1 + torch.arange(len(episode))
     rollout.uid = torch.where(has_prompt, batch.uid[episode], alone)
     scores = torch.where(batch.scored, responses.scores, torch.nan)
@@ -52,10 +53,10 @@ def with_branches(batch: TrainBatch, responses: ScoredResponses) -> TrainBatch:
 
 
 def estimate_by_branch(estimate: Callable[[TrainBatch], Advantages], batch: TrainBatch) -> Advantages:
-    """Estimate advantages with an estimator that compares rows, so that an episode is one row of every comparison.
+    """Estimate advantages with an estimator that compares rows, so that each comparison has one row per episode.
 
-    The first call has the main branch of each episode. In further calls the second, third, ... branch stands in for it,
-    which has the same score.
+    The first call has the main branch of each episode. In further calls an episode is represented by its second, third,
+    ... branch, which has the same score.
 
     Args:
         estimate: returns the advantages of a batch in which every row is an episode.
@@ -66,7 +67,7 @@ def estimate_by_branch(estimate: Callable[[TrainBatch], Advantages], batch: Trai
     first = estimate(main)
     advantages, returns = first.advantages.new_zeros(shape), first.returns.new_zeros(shape)
     advantages[: len(main)], returns[: len(main)] = first.advantages, first.returns
-    # A branch whose tokens were all rejected must not stand in: its episode would be missing in the group.
+    # Branches without tokens to train on are skipped: they would remove their episode from the comparison.
     left = [row for row in range(len(main), len(batch)) if batch.response_mask[row].any()]
     while left:
         row_of = {int(batch.episode[row]): row for row in reversed(left)}  # the first row of each episode

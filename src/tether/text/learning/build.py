@@ -69,9 +69,9 @@ from tether.text.rewards.config import ScoringModelConfig
 from tether.text.sampling.config import RolloutConfig
 
 RECOMPUTED: dict[str, Experts] = {"disabled": "chosen", "R2": "recorded", "R3": "replayed"}
-"""Mode -> experts in the pass that computes the old log-probs."""
+"""Router replay mode -> source of the experts in the pass that computes the old log-probs."""
 UPDATED: dict[str, Experts] = {"disabled": "chosen", "R2": "replayed", "R3": "replayed"}
-"""Mode -> experts in the update."""
+"""Router replay mode -> source of the experts in the update."""
 
 
 def replays(config: RunConfig) -> bool:
@@ -80,7 +80,7 @@ def replays(config: RunConfig) -> bool:
 
 
 def check_router_replay(config: RunConfig, policy: Path | str) -> None:
-    """Refuse a policy without experts, before it loads.
+    """Refuse router replay for a policy without experts, before it is loaded.
 
     Raises:
         ValueError: the policy has no experts.
@@ -101,7 +101,7 @@ Reference = Callable[[TrainBatch], PolicyOutputs]
 PolicyEngine = Engine[TrainBatch, PolicyOutputs]
 ValueEngine = Engine[TrainBatch, ValueOutputs]
 MakeEngine = Callable[..., Any]
-"""Makes a `LocalEngine`, or an engine with the same arguments."""
+"""Makes a `LocalEngine`, or another engine with the same arguments."""
 
 
 Role = ActorConfig | CriticConfig | RefConfig | ScoringModelConfig
@@ -118,9 +118,7 @@ def sequence_ranks(config: RunConfig, role: Role) -> int:
 
 
 def reference_ranks(config: RunConfig) -> int:
-    """Return the same for the reference, which may be the policy's model, and is replicated on every rank for a full
-    KL.
-    """
+    """Return the same for the reference, which may share the policy's model; for a full KL every rank has a copy."""
     settings = config.actor_rollout_ref
     if reference_is_policy(config):
         return sequence_ranks(config, settings.actor)
@@ -130,9 +128,9 @@ def reference_ranks(config: RunConfig) -> int:
 def micro_batching(
     *, dynamic: bool, rows: int, tokens: int, packed: bool, section: str, kind: str, ranks: int = 1
 ) -> MicroBatching:
-    """Return the micro-batching of `ranks` that share rows, from the keys that begin with `section` and `kind`.
+    """Return the micro-batching of `ranks` that split rows; `section` and `kind` are the prefixes of its keys.
 
-    Its size is in rows, or in tokens with ``use_dynamic_bsz``.
+    Its limit is in rows, or in tokens with ``use_dynamic_bsz``.
     """
     if dynamic:
         key = f"{section}.{kind}_max_token_len_per_gpu"
@@ -151,7 +149,7 @@ def load_policy(
 ) -> PreTrainedModel:
     """Load the policy to train, from the checkpoint if there is one, and with an adapter if ``lora_rank`` is set.
 
-    `seed` initializes the adapter. With `unread`, weights stay in their files if possible, as in `load_causal_lm`.
+    `seed` initializes the adapter. With `unread`, weights are left in their files if possible, as in `load_causal_lm`.
     """
     saved = checkpoint / "actor" if checkpoint else None
     source = saved if saved and not model_config.lora_rank else path
@@ -170,7 +168,7 @@ def load_policy(
 def _to_train(
     model: PreTrainedModel, config: BackboneConfig, section: str, saved: Path | None, seed: int
 ) -> PreTrainedModel:
-    """Insert the adapter of a policy or critic, if it has one, and set recomputation up."""
+    """Insert the adapter of a policy or critic, if it has one, and configure gradient checkpointing."""
     if config.lora_rank:
         insert_adapter(model, config, section, saved, seed)
     if config.enable_gradient_checkpointing:
@@ -179,8 +177,8 @@ def _to_train(
 
 
 def insert_adapter(model: PreTrainedModel, config: BackboneConfig, section: str, saved: Path | None, seed: int) -> None:
-    """Insert the adapter of a policy or critic: the one beside its `saved` model, else the one to start from, else a
-    fresh one.
+    """Insert the adapter of a policy or critic: the one next to its `saved` model, otherwise the configured initial
+    one, otherwise a new one.
 
     Raises:
         ValueError: peft is not installed, a name or pattern matches no layer, or the adapter does not fit the model.
@@ -213,8 +211,8 @@ def _lora(key: str = "actor_rollout_ref.model.lora_rank") -> ModuleType:
 
 
 def save_model(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, folder: Path) -> None:
-    """Write a plain Hugging Face directory, or this rank's shard of one; a model with an adapter is merged, for use
-    elsewhere, and its adapter is written beside it, for resuming."""
+    """Write a plain Hugging Face directory, or this rank's shard of one. A model with an adapter is written merged, for
+    use elsewhere, and its adapter separately next to it, for resuming."""
     if hasattr(model, "peft_config"):
         lora = _lora()
         lora.save_merged(model, folder)
@@ -225,7 +223,7 @@ def save_model(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, folde
 
 
 def _exported_tokenizer(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer with the run's chat template; the run's values are the defaults of its variables."""
+    """Return the tokenizer with the run's chat template, whose variables default to the run's values."""
     kwargs = data.apply_chat_template_kwargs
     if data.chat_template is None and not (kwargs and tokenizer.chat_template):
         return tokenizer
@@ -239,9 +237,9 @@ def _exported_tokenizer(tokenizer: PreTrainedTokenizerBase, data: DataConfig) ->
 
 
 def _set_sampling(model: PreTrainedModel, rollout: RolloutConfig) -> None:
-    """Save the sampling settings of training with the policy, instead of those that the first model suggested."""
+    """Save the sampling settings of training with the policy, in place of those of the initial model."""
     before = model.generation_config
-    top_k = rollout.top_k if rollout.top_k > 0 else model.config.get_text_config().vocab_size  # not all take -1 or 0
+    top_k = rollout.top_k if rollout.top_k > 0 else model.config.get_text_config().vocab_size  # not all support -1 or 0
     if before is not None:
         model.generation_config = GenerationConfig(
             bos_token_id=before.bos_token_id,
@@ -309,7 +307,7 @@ def build_actor(config: RunConfig, engine: PolicyEngine, total_steps: int) -> Le
 
 
 def _actor_loss(config: RunConfig, actor: ActorConfig) -> LossSpec[TrainBatch, PolicyOutputs]:
-    """Return the loss of an update section, which may differ from the configuration's."""
+    """Return the loss for an `actor` section; that of an update may differ from the configuration's."""
     selection = selection_options(actor)
     return LossSpec(
         PolicyForward(
@@ -333,9 +331,9 @@ def load_references(
     *,
     unread: bool = False,
 ) -> dict[str, ReferenceModel]:
-    """Load the teachers, or the policy that training started from, by name; empty if no KL uses it.
+    """Load the teachers, or the initial policy, by name; empty if no KL uses one.
 
-    With LoRA that policy is the trained one with its adapter disabled, otherwise it is a separate frozen model.
+    With LoRA the initial policy is the trained one with its adapter disabled, otherwise it is a separate frozen model.
     """
     settings = config.actor_rollout_ref
     if not has_reference(config):
@@ -369,8 +367,8 @@ def reference_engine(config: RunConfig, reference: ReferenceModel, make: MakeEng
 
 
 def build_reference(settings: ActorRolloutRefConfig, engines: Sequence[PolicyEngine]) -> Reference:
-    """Return the reference, which computes log-probabilities of the sampled tokens; with several engines each computes
-    those of the rows of its teacher."""
+    """Return the function that computes the reference's log-probs of sampled tokens; with several teachers, each engine
+    computes those of the rows of its teacher."""
     forward = PolicyForward(settings.rollout.temperature, settings.model.use_remove_padding)
     return partial(_infer_by_teacher, engines, forward=forward)
 
@@ -394,7 +392,7 @@ def load_value_model(
     seed: int,
     unread: bool = False,
 ) -> PreTrainedModel:
-    """Load the critic to train, as `load_policy` does the policy."""
+    """Load the critic to train, as `load_policy` loads the policy."""
     saved = checkpoint / "critic" if checkpoint else None
     model = load_critic(
         saved if saved and not model_config.lora_rank else path,
@@ -451,7 +449,7 @@ def build_critic(config: RunConfig, engine: ValueEngine) -> Learner[TrainBatch, 
 
 
 def _forward_kl(distillation: DistillationConfig) -> TopK | None:
-    """Return the options of the KL over the teacher's most probable tokens; None if another one is taken."""
+    """Return the options of the KL over the teacher's most probable tokens; None if it is not used."""
     options = distillation.distillation_loss
     if not distillation.enabled or options.loss_mode != "forward_kl_topk":
         return None

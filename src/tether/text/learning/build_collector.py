@@ -1,4 +1,4 @@
-"""Builds what samples and scores the responses of a run: single turns, conversations, or episodes of programs."""
+"""Builds the collector of a run, which samples and scores: single turns, conversations, or episodes of programs."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def build_collector(
         tokenizer: tokenizer of the policy.
         datasets: all prompts.
         tools: processes of tools and environments.
-        resources: closes what is started here.
+        resources: closes what this function starts.
 
     Raises:
-        ValueError: the chat template cannot be used for several turns, or a program cannot be loaded.
+        ValueError: the chat template does not support several turns, or a program cannot be loaded.
     """
     rollout, data, rate = config.actor_rollout_ref.rollout, config.data, config.reward_model.max_error_rate
     if endpoint := build_endpoint(rollout, data, tokenizer, engine.eos_token_ids):

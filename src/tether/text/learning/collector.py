@@ -1,4 +1,4 @@
-"""Samples responses and scores each as soon as it ends, while others are still sampled."""
+"""Samples responses and scores each as soon as it ends, while others are still being sampled."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class ScoredResponses:
     reward_seconds: float
     """Time spent waiting for rewards after the last response was complete."""
     call_seconds: Sequence[float] = ()
-    """Seconds of the call of the reward for each row, NaN where there was none; empty if unknown."""
+    """Duration of the reward call of each row, NaN for rows without a call; empty if unknown."""
     branches: Mapping[int, RolloutBatch] = field(default_factory=dict)
-    """The further branches of the episode of a row, by row; `tether.text.learning.branches` adds them to a batch."""
+    """Row -> further branches of its episode; `tether.text.learning.branches` adds them to a batch."""
 
     @property
     def scores(self) -> Tensor:
@@ -65,7 +65,7 @@ class Collector:
     rewards: Rewards
     tokenizer: PreTrainedTokenizerBase
     max_error_rate: float
-    """Share of failing reward calls above which the run stops."""
+    """Share of reward calls that may fail before the run stops."""
     conversations: Conversations | None = None
     """Provides replies between the turns of the policy; None if a response is a single turn."""
 
@@ -82,8 +82,9 @@ class Collector:
             prompts: the prompts, at least one.
             sampling: sampling parameters.
             key: key of the noise.
-            on_progress: called with (responses, all responses); one that is being sampled counts in part, by its share
-                of the longest. Those that run side by side end together, so that a count of finished ones says little.
+            on_progress: called with (responses, all responses). An unfinished response counts as its share of the
+                maximum length, because concurrent responses end at about the same time and a count of finished ones
+                would say little.
 
         Raises:
             RewardFailure: more calls failed than `max_error_rate` allows.
@@ -131,7 +132,7 @@ class Collector:
 
 
 def seconds_by_row(total: int, called: Sequence[int], durations: Sequence[float]) -> list[float]:
-    """Return the seconds of the reward's call for each of `total` rows, NaN for rows that are not among `called`."""
+    """Return the seconds of the reward call for each of `total` rows, NaN for rows that are not in `called`."""
     seconds = [math.nan] * total
     for row, duration in zip(called, durations, strict=True):
         seconds[row] = duration
@@ -141,7 +142,7 @@ def seconds_by_row(total: int, called: Sequence[int], durations: Sequence[float]
 def _with_turns(
     episodes: ConversationBatch, rollout: RolloutBatch, outcomes: Sequence[RewardOutcome]
 ) -> list[RewardOutcome]:
-    """Return the outcome of every row, which adds the rewards of its turns to its final reward.
+    """Return the outcome of every row, in which the rewards of its turns are added to the final reward.
 
     Args:
         episodes: the conversations.

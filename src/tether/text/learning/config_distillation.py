@@ -1,4 +1,4 @@
-"""`distillation`: teachers, which the policy learns to follow on its own samples."""
+"""`distillation`: teachers whose distributions the policy learns from on its own samples."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ POLICY_GRADIENT = ActsIf(".use_policy_gradient", on=(True,))
 
 
 class TeacherConfig(Section):
-    """An entry of `distillation.teacher_models`: a teacher."""
+    """An entry of `distillation.teacher_models`."""
 
     key: Name | None = None
-    """The `data_source` of the rows that it scores; one teacher alone scores all rows."""
+    """The `data_source` of the rows that it scores; a single teacher scores all rows."""
     model_path: str | None = None
     """Directory or hub id of a model with the policy's tokenizer."""
     server_url: str | None = None
@@ -44,22 +44,22 @@ class TeacherConfig(Section):
     api_key_env: str | None = None
     """Environment variable that holds the server's key."""
     timeout: PositiveFloat = 300.0
-    """Seconds that a row may take, all attempts included."""
+    """Timeout in seconds for a row, over all attempts."""
     attempts: Positive = 4
-    """Requests for one row, where the server is busy or fails."""
+    """Maximum number of requests for a row, if the server is busy or fails."""
     max_concurrent: Positive = 64
-    """Requests at once."""
+    """Maximum number of concurrent requests."""
 
 
 OF_SERVER = ("served_model", "api_key_env", "timeout", "attempts", "max_concurrent")
 TEACHERS = "distillation.teacher_models"
 SERVER_SETTINGS = {"inference": (None, {}), "num_replicas": (None, 0)}
-"""Settings of verl's teachers without effect here, with the values that ask for nothing."""
+"""Settings of verl's teachers that have no effect in tether, with the values that are accepted."""
 
 
 def _without_empty(value: object) -> object:
-    """Return the teachers without settings that are not read, and without entries that name no teacher, as verl's
-    default entry."""
+    """Return the teachers without settings that tether ignores, and without entries that name no teacher, such as
+    verl's default entry."""
     if not isinstance(value, dict):
         return value
     read = {
@@ -76,7 +76,7 @@ def _without_empty(value: object) -> object:
 
 
 def teacher_problems(teachers: Mapping[str, object]) -> list[Problem]:
-    """Return the problems of the teachers of a run that has some."""
+    """Return the problems of the teachers of a run that uses distillation."""
     problems: list[Problem] = []
     name_of = dict[str, str]()
     if not teachers:
@@ -127,14 +127,14 @@ def teacher_of_source(teachers: Mapping[str, object]) -> dict[str, int]:
 
 
 def check_has_teacher(sources: Mapping[str, int], data_source: str) -> None:
-    """Check that one of several teachers scores rows of this data source.
+    """Check that, if there are several teachers, one of them scores rows of this data source.
 
     Args:
         sources: result of `teacher_of_source`.
-        data_source: that of a row.
+        data_source: the data source of a row.
 
     Raises:
-        ValueError: no teacher scores it; names the data sources that have a teacher.
+        ValueError: no teacher scores it; the message names the data sources that have a teacher.
     """
     if sources and data_source not in sources:
         raise ValueError(
@@ -150,32 +150,32 @@ class DistillationLossConfig(Section):
     loss_mode: Annotated[
         KlKind | Literal["forward_kl_topk"], Refuses(("full+",), "full already has the exact gradient")
     ] = "k3"
-    """KL of a token: an estimator of KL(policy, teacher); full, which is exact; or forward_kl_topk."""
+    """KL per token: an estimator of KL(policy, teacher); full, which is exact; or forward_kl_topk."""
     topk: Annotated[Positive, TOP_K] = 32
-    """forward_kl_topk: KL(teacher, policy) over so many of the teacher's most probable tokens."""
+    """forward_kl_topk: number of the teacher's most probable tokens over which KL(teacher, policy) is computed."""
     log_prob_min_clamp: Annotated[LogProb | None, TOP_K] = None
     """forward_kl_topk: lower bound of the log-probs of both; null: none."""
     loss_max_clamp: PositiveFloat | None = None
-    """Bound of a token's KL, in absolute value; null: none."""
+    """Maximum absolute value of a token's KL; null: none."""
     use_task_rewards: bool = True
-    """Learn from rewards as well; False: they are only measured."""
+    """Also learn from rewards; False: rewards are only logged."""
     distillation_loss_coef: Annotated[NonNegative, ActsIf(".use_task_rewards", on=(True,))] = 1.0
-    """Weight of the distillation loss beside the policy loss."""
+    """Weight of the distillation loss when it is added to the policy loss."""
     use_policy_gradient: bool = False
-    """Take minus a token's KL as its advantage in a clipped policy loss; False: follow the gradient of the KL."""
+    """Use minus a token's KL as its advantage in a clipped policy loss; False: minimise the KL by its gradient."""
     clip_ratio: Annotated[NonNegative, POLICY_GRADIENT] = 0.2
     """Clip range of that policy loss."""
     clip_ratio_low: Annotated[NonNegative, Inherits(".clip_ratio"), POLICY_GRADIENT]
-    """Lower side of the clip range. In verl it is 0.2 whatever clip_ratio says."""
+    """Lower side of the clip range. In verl it is 0.2 regardless of clip_ratio."""
     clip_ratio_high: Annotated[NonNegative, Inherits(".clip_ratio"), POLICY_GRADIENT]
-    """Upper side of the clip range. In verl it is 0.2 whatever clip_ratio says."""
+    """Upper side of the clip range. In verl it is 0.2 regardless of clip_ratio."""
 
 
 class DistillationConfig(Section):
-    """On-policy distillation: the policy learns to follow a teacher on its own samples."""
+    """On-policy distillation: the policy learns to match a teacher on its own samples."""
 
     enabled: bool = False
     """Load the teachers in place of the reference, with the settings of actor_rollout_ref.ref."""
     teacher_models: Annotated[Options, BeforeValidator(_without_empty), DISTILLS]
-    """Teachers by name: {teacher_model: {model_path: ...}}; of several, each has the data_source of its rows as key."""
+    """Teachers by name: {teacher_model: {model_path: ...}}; of several, each has its data_source as key."""
     distillation_loss: Annotated[DistillationLossConfig, DISTILLS]

@@ -1,4 +1,4 @@
-"""Rules of what a text run learns: advantages, losses, micro-batches, off-policy corrections, replayed experts."""
+"""Rules for the learning of a text run: advantages, losses, micro-batches, off-policy corrections, router replay."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def adaptive_kl_moves(cfg: RunConfig) -> Problem | None:
 
 
 def critic_warmup_has_a_critic(cfg: RunConfig) -> Problem | None:
-    """The warm-up trains only a critic."""
+    """Only a critic can be warmed up."""
     if cfg.trainer.critic_warmup <= 1 or cfg.critic.enable:
         return None
     what = f"{cfg.trainer.critic_warmup - 1} steps train a critic alone, and critic.enable is False"
@@ -42,7 +42,7 @@ def critic_warmup_has_a_critic(cfg: RunConfig) -> Problem | None:
 
 
 def shared_rows_are_packed(role: str, padding: str, when: Condition) -> Rule:
-    """Devices can only share rows of packed tokens."""
+    """Devices can split rows only if the tokens are packed."""
     key = f"{role}.ulysses_sequence_parallel_size"
 
     def rule(cfg: RunConfig) -> Problem | None:
@@ -55,12 +55,12 @@ def shared_rows_are_packed(role: str, padding: str, when: Condition) -> Rule:
 
 
 def _critic_has_its_own_size(cfg: RunConfig) -> bool:
-    """Whether the critic's size differs from the actor's, so that an inherited problem is reported once."""
+    """Whether the critic's size differs from the actor's; an inherited problem is reported once, for the actor."""
     return cfg.critic.enable and cfg.critic.ppo_mini_batch_size != cfg.actor_rollout_ref.actor.ppo_mini_batch_size
 
 
 def _reference_has_its_own_ranks(cfg: RunConfig) -> bool:
-    """Whether the reference's ranks differ from the actor's, so that an inherited problem is reported once."""
+    """Whether the reference's ranks differ from the actor's; an inherited problem is reported once, for the actor."""
     policy = cfg.actor_rollout_ref
     return policy.ref.ulysses_sequence_parallel_size != policy.actor.ulysses_sequence_parallel_size
 
@@ -76,7 +76,7 @@ RESPONSES = "actor_rollout_ref.rollout.n"
 
 
 def group_has_peers(cfg: RunConfig) -> Problem | None:
-    """A group of one response is its own mean, so that every advantage is zero or has no baseline."""
+    """A group of one response is its own mean, so every advantage is zero or lacks a baseline."""
     estimator = cfg.algorithm.adv_estimator
     if estimator not in COMPARES_RESPONSES or estimator in WITHOUT_PEERS or cfg.actor_rollout_ref.rollout.n > 1:
         return None
@@ -85,7 +85,7 @@ def group_has_peers(cfg: RunConfig) -> Problem | None:
 
 
 def gdpo_has_components(cfg: RunConfig) -> Problem | None:
-    """GDPO adds up the components of the reward, each with its weight."""
+    """GDPO adds up components of the reward, each with a weight."""
     keys, weights = cfg.algorithm.gdpo_reward_keys, cfg.algorithm.gdpo_reward_weights
     if cfg.algorithm.adv_estimator != "gdpo":
         return None
@@ -113,7 +113,7 @@ def gdpo_reads_components_only(cfg: RunConfig) -> Problem | None:
 
 
 def remax_scores_keep_their_scale(cfg: RunConfig) -> Problem | None:
-    """The score of the greedy answer, which is the baseline, is not normalised."""
+    """The baseline, the score of the greedy response, is not normalised."""
     how = cfg.algorithm.normalize_rewards
     if how == "none" or cfg.algorithm.adv_estimator != "remax":
         return None
@@ -122,7 +122,7 @@ def remax_scores_keep_their_scale(cfg: RunConfig) -> Problem | None:
 
 
 def lambda_is_used(cfg: RunConfig) -> Problem | None:
-    """Nothing reads lam if both actor and critic have lambdas of their own; its default is allowed."""
+    """Nothing reads lam if actor and critic both have their own lambda; its default is allowed."""
     algorithm = cfg.algorithm
     if algorithm.lam_actor_alpha is None or algorithm.lam_critic == algorithm.lam or algorithm.lam == 1:
         return None
@@ -131,7 +131,7 @@ def lambda_is_used(cfg: RunConfig) -> Problem | None:
 
 
 def overlong_buffer_fits(cfg: RunConfig) -> Problem | None:
-    """The buffer is at most as long as the longest response."""
+    """The buffer must not be longer than the longest response."""
     buffer, limit = cfg.reward_model.overlong_buffer, cfg.data.max_response_length
     if not buffer.enable or 0 < buffer.len <= limit:
         return None
@@ -163,7 +163,7 @@ LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
 def rejection_modes_have_bounds(cfg: RunConfig) -> Problem | None:
-    """Every mode needs its bound: a positive number, for a ratio (k1) also a lower one before it."""
+    """Every mode needs its bound, a positive number; a ratio (k1) may have a lower bound before it."""
     correction = cfg.algorithm.rollout_correction
     modes, threshold = correction.rollout_rs, correction.rollout_rs_threshold
     key = f"{CORRECTION}.rollout_rs_threshold"
@@ -188,7 +188,7 @@ def rejection_modes_have_bounds(cfg: RunConfig) -> Problem | None:
 
 
 def weights_have_bounds(cfg: RunConfig) -> Problem | None:
-    """A weight has an upper bound, which leaves the weight of equal probabilities alone, or two bounds."""
+    """A weight needs an upper bound, at least the weight of equal probabilities, or two bounds."""
     correction = cfg.algorithm.rollout_correction
     if correction.rollout_is is None:
         return None
@@ -207,7 +207,7 @@ def weights_have_bounds(cfg: RunConfig) -> Problem | None:
 
 
 def rejection_has_one_lower_bound(cfg: RunConfig) -> Problem | None:
-    """Only a ratio (k1) has a lower bound, which may stand in either of two keys."""
+    """Only a ratio (k1) has a lower bound, which may be set in either of two keys."""
     correction = cfg.algorithm.rollout_correction
     lower, key = correction.rollout_rs_threshold_lower, f"{CORRECTION}.rollout_rs_threshold_lower"
     if lower is None or correction.rollout_rs is None:
@@ -225,7 +225,7 @@ def rejection_has_one_lower_bound(cfg: RunConfig) -> Problem | None:
 
 
 def bypass_is_said_once(cfg: RunConfig) -> Problem | None:
-    """Bypass mode is a policy loss of its own."""
+    """Bypass mode is a policy loss in itself."""
     bypass = cfg.algorithm.rollout_correction.bypass_mode
     mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
     if bypass and mode not in ("vanilla", "bypass_mode"):
@@ -238,7 +238,7 @@ def bypass_is_said_once(cfg: RunConfig) -> Problem | None:
 
 
 def decoupled_corrects_once(cfg: RunConfig) -> Problem | None:
-    """The decoupled loss has the token weight in it."""
+    """The decoupled loss already contains the token weight."""
     level = cfg.algorithm.rollout_correction.rollout_is
     if level is None or cfg.actor_rollout_ref.actor.policy_loss.loss_mode != "decoupled":
         return None
@@ -247,7 +247,7 @@ def decoupled_corrects_once(cfg: RunConfig) -> Problem | None:
 
 
 def bypass_has_no_mean_weight(cfg: RunConfig) -> Problem | None:
-    """The weights of bypass mode change as the policy learns, so that their mean over a batch is not known."""
+    """The weights of bypass mode change during the update, so their mean over a batch is not known beforehand."""
     correction = cfg.algorithm.rollout_correction
     acts = correction.rollout_is is not None and correction.loss_type == "reinforce"
     if not (correction.bypass_mode and acts and correction.rollout_is_batch_normalize):
@@ -282,7 +282,7 @@ def filtered_groups_have_peers(cfg: RunConfig) -> Problem | None:
 
 
 def dynamic_sampling_ends(cfg: RunConfig) -> Problem | None:
-    """verl's 0 samples without end where no group ever differs."""
+    """verl's 0 would sample forever if no group ever has different scores."""
     if not cfg.algorithm.filter_groups.enable or cfg.algorithm.filter_groups.max_num_gen_batches > 0:
         return None
     key = "algorithm.filter_groups.max_num_gen_batches"
@@ -290,7 +290,7 @@ def dynamic_sampling_ends(cfg: RunConfig) -> Problem | None:
 
 
 def groups_are_filtered_before_the_kl(cfg: RunConfig) -> Problem | None:
-    """The KL penalty is only known once the batch is complete."""
+    """The KL penalty is known only after the batch is complete."""
     if not cfg.algorithm.filter_groups.enable or cfg.algorithm.filter_groups.metric != "seq_final_reward":
         return None
     what = "seq_final_reward is known only after the batch is complete"
@@ -334,7 +334,7 @@ FUSED = "moe_router_fusion"
 
 
 def one_mode_is_given(cfg: RunConfig) -> Problem | None:
-    """Megatron's own key inherits from the older one, and must not contradict it."""
+    """Megatron's key inherits from the older one, and must not contradict it."""
     key, mode = replay_of(cfg)
     older = cfg.actor_rollout_ref.actor.router_replay.mode
     if older in ("disabled", mode):
@@ -343,7 +343,7 @@ def one_mode_is_given(cfg: RunConfig) -> Problem | None:
 
 
 def the_sampler_records_what_is_replayed(cfg: RunConfig) -> Problem | None:
-    """R3 replays what the sampler records, and nothing else reads it."""
+    """R3 replays what the sampler records, and only R3 reads those records."""
     key, mode = replay_of(cfg)
     records = cfg.actor_rollout_ref.rollout.enable_rollout_routing_replay
     if records == (mode == "R3"):
@@ -363,7 +363,7 @@ def old_log_probs_are_recomputed(cfg: RunConfig) -> Problem | None:
 
 
 def routers_can_be_told(cfg: RunConfig) -> Problem | None:
-    """Transformer Engine's fused router cannot replay a choice."""
+    """Transformer Engine's fused router cannot replay experts."""
     key, mode = replay_of(cfg)
     fused = cfg.actor_rollout_ref.actor.megatron.override_transformer_config.get(FUSED)
     if cfg.actor_rollout_ref.actor.strategy != "megatron" or mode == "disabled" or not fused:
@@ -390,7 +390,7 @@ def distillation_has_a_teacher(cfg: RunConfig) -> Problem | None:
 
 
 def the_teacher_is_the_only_reference(cfg: RunConfig) -> Problem | None:
-    """The teacher is loaded in place of the policy's first weights."""
+    """The teacher is loaded in place of the initial policy."""
     keys = {
         f"{ACTOR}.use_kl_loss": cfg.actor_rollout_ref.actor.use_kl_loss,
         "algorithm.use_kl_in_reward": cfg.algorithm.use_kl_in_reward,
@@ -403,7 +403,7 @@ def the_teacher_is_the_only_reference(cfg: RunConfig) -> Problem | None:
 
 
 def distillation_has_a_gradient(cfg: RunConfig) -> Problem | None:
-    """Some kinds of KL say nothing as a loss, others nothing as an advantage."""
+    """Some kinds of KL have an expected gradient of 0 as a loss; others do not depend on the sampled token."""
     options, key = cfg.distillation.distillation_loss, f"{DISTILLATION}.loss_mode"
     switch = f"{DISTILLATION}.use_policy_gradient"
     if not cfg.distillation.enabled:
@@ -418,7 +418,7 @@ def distillation_has_a_gradient(cfg: RunConfig) -> Problem | None:
 
 
 def servers_score_tokens_at_a_temperature_of_1(cfg: RunConfig) -> Problem | None:
-    """A server returns log-probs of single tokens, of the distribution that the model has without a temperature."""
+    """A server returns log-probs of single tokens only, and at a temperature of 1."""
     entries = cfg.distillation.teacher_models.items() if cfg.distillation.enabled else ()
     name = next((name for name, entry in entries if isinstance(entry, dict) and entry.get("server_url")), None)
     temperature, mode = cfg.actor_rollout_ref.rollout.temperature, cfg.distillation.distillation_loss.loss_mode
@@ -433,7 +433,7 @@ def servers_score_tokens_at_a_temperature_of_1(cfg: RunConfig) -> Problem | None
 
 
 def distillation_runs_on_fsdp(cfg: RunConfig) -> Problem | None:
-    """Megatron's reference has the policy's layers."""
+    """Megatron's reference must have the same layers as the policy."""
     if not cfg.distillation.enabled or not uses_megatron(cfg):
         return None
     what = f"True is not supported with {ACTOR}.strategy=megatron"

@@ -1,8 +1,8 @@
 """Pretraining of a critic on the returns of stored rollouts, before the first step of a run.
 
-Without it, the first steps of PPO learn from the advantages of a critic with a zero head or, with a warm-up, use entire
-rollouts to train only the critic. Targets are the Monte Carlo returns of the stored rewards. The loss is not clipped,
-because there is no old critic to stay close to.
+Without it, the first steps of PPO use advantages of a critic with a zero head or, with a warm-up, spend entire rollouts
+on training only the critic. Targets are the Monte Carlo returns of the stored rewards. The loss is not clipped, because
+there is no old critic to stay close to.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def split_by_prompt(
 
 
 def value_batch(responses: Sequence[StoredResponse], gamma: float) -> TrainBatch:
-    """Return a batch whose `returns` are the rewards from each token on, discounted by gamma per token."""
+    """Return a batch whose `returns` at each token are the sum of the rewards from there on, discounted by gamma per
+    token."""
     prompts: dict[tuple[int, ...], int] = {}
     batch = marked_rows(
         [prompts.setdefault(tuple(response.prompt_ids), len(prompts)) for response in responses],
@@ -52,5 +53,5 @@ def value_batch(responses: Sequence[StoredResponse], gamma: float) -> TrainBatch
 
 
 def explained(outputs: ValueOutputs, batch: TrainBatch) -> dict[str, float]:
-    """Return the share of the returns' variance that the values explain, as a metric."""
+    """Return the explained variance: the share of the returns' variance that the values explain, as a metric."""
     return {EXPLAINED: float(explained_variance(outputs.values, filled(batch.returns), batch.response_mask))}

@@ -1,14 +1,14 @@
 """Dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476): batches of prompts whose responses differ in score.
 
-If all responses to a prompt have the same score, a group baseline leaves no advantage. Such groups are dropped and
+If all responses to a prompt have the same score, a group baseline gives no advantage. Such groups are dropped and
 replaced by further prompts, batch after batch, up to a limit::
 
-    prompts ──► sample, score ──► groups with two different scores ──► enough? ──► the first ones are the batch
-       ▲                                                                 │ no
-       └──────────────── the next prompts of the data order ◄────────────┘
+    prompts ──► sample, score ──► groups with different scores ──► enough? ──► the first ones are the batch
+       ▲                                                              │ no
+       └──────────────── the next prompts of the data order ◄─────────┘
 
-The prompts come from the sampler of the run, whose position is in the checkpoint, and the noise is keyed by the index
-of the sample in the step, which continues over the batches. No other state has to be restored.
+The prompts come from the run's sampler, whose position is in the checkpoint. Noise is keyed by the index of the sample
+in the step, which continues over the batches, so no other state has to be restored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tether.text.sampling.concat import join_rollouts
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 SCORE_NAMES = ("score", "seq_reward")
-"""Values of `metric` that mean the score."""
+"""Values of `metric` that stand for the score."""
 
 
 class NothingToLearn(Exception):
@@ -52,14 +52,14 @@ class PromptGroup:
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """Samples batches until there are enough informative groups."""
+    """Samples batches until there are enough groups with different scores."""
 
     collector: Collector
     dataset: PromptDataset
     sampler: PromptSampler
     """Provides the prompts of further batches."""
     metric: str
-    """The number that must differ within a group: ``score``, or a key that the reward returns with it."""
+    """The value that must differ within a group: ``score``, or a key that the reward returns with it."""
     num_groups: int
     """The number of groups of a full batch."""
     max_batches: int
@@ -83,7 +83,7 @@ class DynamicSampling:
             NothingToLearn: the limit was reached without a single informative group.
             ValueError: the reward does not return `metric`.
         """
-        # Groups beyond a full batch are dropped, as in the next step they would come from an older policy.
+        # Groups beyond a full batch are dropped, because in the next step they would be from an older policy.
         sampled = [self.collector.collect(prompts, sampling, key, on_progress)]
         groups = self._informative(sampled[0])
         while len(groups) < self.num_groups and len(sampled) < self.max_batches:
@@ -101,7 +101,7 @@ class DynamicSampling:
         return [PromptGroup(responses, prompt) for prompt in rollout.uid[rows].unique().tolist()]
 
     def _scores(self, responses: ScoredResponses) -> Tensor:
-        """Return the number of each row [B] that must differ, NaN if the reward abstained or failed."""
+        """Return the value of `metric` for each row [B], NaN if the reward abstained or failed."""
         if self.metric in SCORE_NAMES:
             return responses.scores
         return torch.tensor([self._extra(outcome) for outcome in responses.outcomes], dtype=torch.float32)
@@ -136,7 +136,7 @@ class DynamicSampling:
 
 
 def _joined(sampled: Sequence[ScoredResponses], groups: Sequence[PromptGroup], num_groups: int) -> ScoredResponses:
-    """Join the first groups, with a report on all samples but the scores of these rows only."""
+    """Join the first groups; the report covers all samples, but has the scores of these rows only."""
     selected = groups[:num_groups]
     rollouts = [group.responses.rollout[group.rows] for group in selected]
     rows = [(group.responses, row) for group in selected for row in range(group.rows.start, group.rows.stop)]

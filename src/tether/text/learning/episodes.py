@@ -1,9 +1,9 @@
-"""Samples the calls of programs that play episodes, and makes rows of them.
+"""Samples responses to the calls of programs that play episodes, and makes training rows of them.
 
-The calls that wait are one batch for the engine. When a program has ended, the main branch of its episode is scored and
-becomes the row: of all that the policy read and sampled there, `response_mask` selects what it sampled. The rows of one
-prompt of the data share the tokens with which their first calls begin; these are the prompt of the batch. Further
-branches are rows that follow later (`tether.text.learning.branches`).
+All waiting calls form one batch for the engine. When a program has ended, the main branch of its episode is scored and
+becomes a row, in which `response_mask` selects the tokens that the policy sampled. All rows of a prompt must have the
+same prompt tokens, so these are the tokens with which all their first calls begin. Further branches are rows that are
+added later (`tether.text.learning.branches`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tether.text.turns.endpoint.programs import Played
 from tether.text.turns.endpoint.protocol import CallRefused
 
 POLL_SECONDS = 0.05
-"""Interval of checks for programs that have ended while no call waits."""
+"""Interval of checks for programs that have ended, while no call is waiting."""
 NO_CALL = "the program made no call that the policy could answer"
 NO_REWARD = "the program gave no reward: a finite number sent to /v1/reward, returned, or as its last line of output"
 OTHER_BEGINNING = "its first call begins with another token than those of the other episodes of its row"
@@ -58,11 +58,11 @@ OTHER_BEGINNING = "its first call begins with another token than those of the ot
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeCollector(Collector):
-    """Lets programs play episodes against the policy, and scores them."""
+    """Lets programs play episodes with the policy, and scores them."""
 
     endpoint: AgentEndpoint
     max_length: int
-    """Maximum number of tokens that a call reads and samples."""
+    """Maximum number of tokens in a call, read and sampled together."""
 
     def collect(
         self,
@@ -90,7 +90,7 @@ class EpisodeCollector(Collector):
                 for branch in episode.branches():
                     prefixes.forget(as_token_ids(branch[-1].token_ids()[:-1], "the branch"))
 
-        # Servers keep prefixes by themselves.
+        # Servers cache prefixes by themselves.
         keeping = self.engine.keeping_prefixes() if isinstance(self.engine, NativeEngine) else nullcontext()
         with keeping as prefixes, self.endpoint.playing(rows, key.first_sample) as programs:
             episodes = list(programs.values())
@@ -150,7 +150,7 @@ class EpisodeCollector(Collector):
             give_up_if_interrupted(last_progress, "no program made a call or ended")
 
     def _answer(self, calls: Sequence[PendingCall], sampling: SamplingParams, key: NoiseKey) -> None:
-        """Answer calls, all that have the same limit of tokens in one batch."""
+        """Answer calls; those with the same token limit are one batch."""
         accepted: list[tuple[int, PendingCall, Context]] = []
         for call in calls:
             if not call.answer.set_running_or_notify_cancel():  # the server is closing
@@ -173,9 +173,9 @@ class EpisodeCollector(Collector):
                 call.answer.set_result(call.episode.record(context, turn, self.endpoint.chat))
 
     def _outcome(self, episode: AgentEpisode, played: Played) -> RewardOutcome | None:
-        """Return the outcome of an episode that has ended; None if the reward function scores it.
+        """Return the outcome of an episode that has ended; None if the reward function has to score it.
 
-        A program that fails after a limit has cut its episode is no error.
+        If a program fails after a limit has truncated its episode, that is not an error.
         """
         if not episode.calls or (played.error and not episode.cut_by):
             return RewardError(played.error or NO_CALL)
@@ -187,7 +187,7 @@ class EpisodeCollector(Collector):
         return Score(reward)
 
     def _request(self, prompt: Prompt, branch: Sequence[RecordedCall]) -> RewardRequest:
-        """Return the arguments of a reward function: what the policy said, one turn per line, and the conversation."""
+        """Return the arguments of a reward function: the policy's turns, one per line, and the conversation."""
         turns = [decode(self.tokenizer, call.turn.token_ids, skip_special_tokens=True) for call in branch]
         conversation = [dict(message) for message in branch[-1].conversation] if branch else []
         extra = {**prompt.extra_info, "num_turns": len(branch), "conversation": conversation}
@@ -197,7 +197,7 @@ class EpisodeCollector(Collector):
 
 
 def _with_counts(outcome: RewardOutcome, episode: AgentEpisode) -> RewardOutcome:
-    """Add numbers about an episode to its score, for metrics."""
+    """Add counts of an episode to its score, for metrics."""
     if not isinstance(outcome, Score):
         return outcome
     counts = {
@@ -215,7 +215,7 @@ def _turns(rollout: RolloutBatch, limit_asked_for: bool, max_length: int) -> Ite
 
     Args:
         rollout: the rollout.
-        limit_asked_for: whether the calls asked for the limit on new tokens.
+        limit_asked_for: whether the limit on new tokens is the one that the calls requested.
         max_length: maximum number of tokens of prompt and response.
     """
     assert rollout.policy_version is not None
@@ -237,7 +237,7 @@ def _turns(rollout: RolloutBatch, limit_asked_for: bool, max_length: int) -> Ite
 
 
 def with_other_beginnings(branches: Sequence[Sequence[RecordedCall]], n: int) -> list[int]:
-    """Return the rows whose first call begins with another token than that of the first row of their prompt."""
+    """Return the rows whose first call begins with a different token than the first row of the same prompt."""
     rows: list[int] = []
     for first in range(0, len(branches), n):
         tokens = {row: branches[row][0].read[0] for row in range(first, first + n) if branches[row]}
@@ -258,7 +258,7 @@ class _Row:
     truncated: bool = True
 
     def read(self, ids: Sequence[int], version: int) -> None:
-        """Append what the policy read before a turn that weights of this version sampled."""
+        """Append what the policy read before a turn; `version` is that of the weights that sampled the turn."""
         self.token_ids += ids
         self.mask += [False] * len(ids)
         self.log_probs += [0.0] * len(ids)
@@ -278,10 +278,10 @@ class _Row:
 
 
 def assemble(branches: Sequence[Sequence[RecordedCall]], n: int, filler: int) -> RolloutBatch:
-    """Return a rollout with a row for each branch, which has nothing to learn from where a branch is empty.
+    """Return a rollout with a row for each branch; an empty branch becomes a row without tokens to train on.
 
     Args:
-        branches: calls of the rows; those of a prompt follow one another and begin with the same token.
+        branches: the calls of each row; rows of the same prompt are adjacent and begin with the same token.
         n: rows per prompt.
         filler: the only token of an empty row.
     """
@@ -297,13 +297,13 @@ def assemble(branches: Sequence[Sequence[RecordedCall]], n: int, filler: int) ->
 
 
 def further_rows(episode: AgentEpisode, prompt: list[int]) -> RolloutBatch:
-    """Return a rollout with a row for each further branch of an episode, of which there is at least one.
+    """Return a rollout with a row for each further branch of an episode, which must have at least one.
 
-    The rows learn from the calls that the main branch does not have: each from those that no row before it has.
+    A row trains on those of its calls that neither the main branch nor a row before it has.
 
     Args:
         episode: the episode.
-        prompt: the prompt of its main branch, which is also that of each branch that begins with it.
+        prompt: the prompt of its main branch; a branch that begins with it gets the same prompt.
     """
     prompts: list[list[int]] = []
     rows: list[_Row] = []
@@ -317,7 +317,7 @@ def further_rows(episode: AgentEpisode, prompt: list[int]) -> RolloutBatch:
 
 
 def _row(branch: Sequence[RecordedCall], prompt_length: int, learned: Collection[RecordedCall] = ()) -> _Row:
-    """Return the row of a branch; the answers of `learned` calls, which other rows learn from, are read."""
+    """Return the row of a branch; responses to `learned` calls count as read, because other rows train on them."""
     row = _Row()
     for index, call in enumerate(branch):
         row.read(call.read[0 if index else prompt_length :], call.turn.versions[0])

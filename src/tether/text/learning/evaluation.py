@@ -15,7 +15,7 @@ from tether.text.rewards.outcome import RewardError, Score
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 VALIDATION_SEED = 0x5EED
-"""Makes the noise of sampled validation different from that of training."""
+"""Distinguishes the noise of sampled validation from that of training."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Evaluation:
     dataset: PromptDataset
     sampling: SamplingParams
     batch_size: int | None = None
-    """The number of prompts that are sampled together; None samples all at once."""
+    """Number of prompts that are sampled together; None: all at once."""
 
     def run(
         self, collector: Collector, key: NoiseKey, on_progress: Callable[[int, int], None] | None = None
@@ -34,7 +34,7 @@ class Evaluation:
 
         Args:
             collector: samples and scores.
-            key: noise key of the training step, from which that of validation is derived.
+            key: noise key of the training step, from which the key of validation is derived.
             on_progress: called with (responses, all responses), as `Collector.collect` does.
         """
         total = len(self.dataset) * self.sampling.n
@@ -83,6 +83,6 @@ def _validation_rows(responses: ScoredResponses) -> Iterator[ValidationRow]:
         extra = dict(score.extra) if score else {}
         prediction = extra.pop("pred", None)
         values = {"reward": score.value if score else None, **extra}
-        answer = prompt.ground_truth  # of any type, and an array has no single truth value
+        answer = prompt.ground_truth  # of any type; the truth value of an array is undefined
         truth = None if answer is None or (isinstance(answer, str) and not answer) else repr(answer)
         yield ValidationRow(prompt.data_source, prompt.index, values, prediction, prompt.token_ids.tobytes(), truth)

@@ -1,7 +1,7 @@
-"""The forward passes of policy and critic over one micro-batch, and their losses: token losses of `tether.algorithms`,
-aggregated.
+"""The forward passes of policy and critic over one micro-batch, and their losses: the token losses of
+`tether.algorithms`, aggregated.
 
-Forwards and losses are plain, picklable specs; the engine that owns the model calls them with it.
+Forward passes and losses are plain, picklable objects; the engine that owns the model passes it to them.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def _states(model: PreTrainedModel, rows: TokenRows, choice: ExpertChoice | None
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """The policy that the KL is taken to: a frozen model, such as a teacher, or the trained one without its adapter."""
+    """The model that the KL is computed against: a frozen one, such as a teacher, or the policy without its adapter."""
 
     model: PreTrainedModel
     during: Callable[[PreTrainedModel], AbstractContextManager[object]] = nullcontext
-    """A context around every forward pass, which disables the adapter with LoRA."""
+    """A context for every forward pass, which disables the adapter with LoRA."""
     further: tuple[PreTrainedModel, ...] = ()
     """The models of the second and further teachers, in the order of `TrainBatch.teacher`."""
 
@@ -82,8 +82,8 @@ class ReferenceModel:
 class PolicyForward:
     """The forward pass of a causal LM as a policy.
 
-    `temperature` divides the logits before the softmax, as in the sampler, and truncation of the vocabulary by the
-    sampler (`TrainBatch.kept`) is replayed, so that log-probs and entropy are those of the distribution that was
+    `temperature` divides the logits before the softmax, as in the sampler, and the sampler's truncation of the
+    vocabulary (`TrainBatch.kept`) is replayed, so that log-probs and entropy are those of the distribution that was
     sampled from. Only `full_kl` is always over the whole vocabulary.
     """
 
@@ -91,14 +91,14 @@ class PolicyForward:
     packed: bool = True
     with_entropy: bool = False
     with_sum_pi_squared: bool = False
-    """Whether to compute the sum over the vocabulary of the squared probabilities, which carries no gradient."""
+    """Whether to compute the sum of squared probabilities over the vocabulary, without a gradient."""
     with_full_kl: bool = False
     """Whether to compute the KL over the whole vocabulary. The reference runs on the same micro-batch as the policy, so
-    that neither its hidden states nor its logits are ever stored for a whole batch."""
+    that neither its hidden states nor its logits are stored for a whole batch."""
     forward_kl: TopK | None = None
-    """The options of the KL from the reference to the policy, which is then computed instead."""
+    """The options of a KL from the reference to the policy, which then replaces the full KL."""
     experts: Experts = "chosen"
-    """How a mixture's experts are chosen; the reference's routers always choose themselves."""
+    """How experts are chosen; the reference always uses the choice of its own routers."""
 
     def __call__(
         self,
@@ -161,7 +161,7 @@ class PolicyForward:
             return self._kl_of_tokens(model, states, rows, reference)
         of_token = teacher.to(rows.slots.device)[rows.slots // rows.shape[1]]
         kl, tokens = [], []
-        for index in teacher.unique().tolist():  # each reads all rows, and is compared at the tokens of its own
+        for index in teacher.unique().tolist():  # each teacher reads all rows, but only the tokens of its own count
             (mine,) = (of_token == index).nonzero(as_tuple=True)
             own = ReferenceModel((reference.model, *reference.further)[index])
             subset = replace(rows, predicts=rows.predicts[mine])
@@ -186,8 +186,8 @@ class ValueForward:
 
     packed: bool = True
     with_bootstrap: bool = False
-    """Whether to compute the value at the last token of a truncated response, of the state where the length limit cut
-    it."""
+    """Whether to compute the value after the last token of a truncated response, which is the state at the length
+    limit."""
 
     def __call__(
         self,
@@ -227,16 +227,16 @@ class ValueForward:
 
 @dataclass(frozen=True)
 class Aggregation:
-    """The aggregation of losses per token into one number."""
+    """Aggregates the losses of tokens to one number."""
 
     mode: str = "token-mean"
     """One of `tether.algorithms.AGGREGATIONS`, or ``masked_mean_ratio`` with each row as an episode."""
     scale_factor: float | None = None
-    """Divisor of modes with ``-norm``, or length of an episode of full weight for ``masked_mean_ratio``; the default is
-    the width."""
+    """Divisor for modes with ``-norm``, or the episode length with full weight for ``masked_mean_ratio``; the default
+    is `width`."""
     width: int | None = None
-    """Tokens that a response may have. None is the longest response of the batch, so that the weight of a row in these
-    two modes depends on the length of the others."""
+    """Maximum number of tokens of a response. None: the longest response of the batch, so that the weight of a row in
+    these two modes depends on the lengths of other rows."""
 
     def __call__(self, loss: Tensor, mask: Tensor, sizes: LossSizes) -> Tensor:
         """Return this micro-batch's share of the mini-batch's loss from token losses [b, T]."""
@@ -261,11 +261,11 @@ class Aggregation:
 
 @dataclass(frozen=True)
 class Distillation:
-    """The loss of distillation from the reference, which is the teacher of each row."""
+    """The loss of distillation from the reference, which has the teacher of each row."""
 
     kl_kind: str = "k3"
     coefficient: float | None = 1.0
-    """The weight beside the policy loss; None for distillation alone."""
+    """Weight of the loss when it is added to the policy loss; None: distillation is the only loss."""
     loss_max_clamp: float | None = None
     use_policy_gradient: bool = False
     clip_ratio_low: float = 0.2
@@ -295,7 +295,7 @@ class Distillation:
 
 
 def _token_kl(kind: str, outputs: PolicyOutputs, batch: TrainBatch) -> Tensor:
-    """Return the KL of each token: that over the vocabulary if the forward pass computed it, or else an estimate."""
+    """Return the KL of each token: over the vocabulary if the forward pass computed it, otherwise an estimate."""
     if outputs.full_kl is not None:
         return outputs.full_kl
     return kl_penalty(outputs.log_probs, filled(batch.ref_log_probs), kind, batch.response_mask)
@@ -319,8 +319,8 @@ class PolicyLoss:
     def __call__(self, outputs: PolicyOutputs, batch: TrainBatch, sizes: LossSizes) -> LossTerm:
         """Compute the loss as a `tether.loop.engine.LossFunction`; needs `advantages`.
 
-        Without `old_log_probs` the policy is taken as the old one, as in the first update after a rollout: every ratio
-        is 1, and only its gradient matters.
+        Without `old_log_probs` the policy counts as the old one, as in the first update after a rollout: every ratio is
+        1, and only its gradient matters.
         """
         mask = batch.response_mask
         old_log_probs = outputs.log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
@@ -373,8 +373,8 @@ class LikelihoodLoss:
 class TokenSelection:
     """Selects tokens for a policy loss that treats some tokens of a mini-batch differently (`TOKEN_SELECTIONS`).
 
-    It selects before the mini-batch is split: among the tokens of a micro-batch it would select others, and the
-    gradient would depend on how many rows fit into memory.
+    The selection is made over the whole mini-batch, before it is split: a selection within each micro-batch would
+    differ, and the gradient would depend on how many rows fit into memory.
     """
 
     name: str
@@ -398,7 +398,7 @@ class CriticLoss:
     """The clipped value loss."""
 
     cliprange_value: float | None = 0.5
-    """Clip range of values; None for no clipping."""
+    """Clip range of values; None: no clipping."""
     huber_delta: float | None = None
     aggregation: Aggregation = Aggregation()
 

@@ -1,4 +1,4 @@
-"""Components between sampling and update: dynamic sampling, rollout correction, PF-PPO, and files of samples."""
+"""Builds the components between sampling and update: dynamic sampling, rollout correction, PF-PPO, rollout files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build_dynamic_sampling(
     sampler: PromptSampler,
     warn: Callable[[str], None],
 ) -> DynamicSampling | None:
-    """Return the replacement of groups without signal; None if ``filter_groups`` is off."""
+    """Return the component that replaces groups without signal; None if ``filter_groups`` is off."""
     if not groups.enable:
         return None
     return DynamicSampling(
@@ -44,8 +44,8 @@ def build_dynamic_sampling(
 
 
 def build_rollout_correction(correction: RolloutCorrectionConfig) -> RolloutCorrection | None:
-    """Return the correction of a batch by weights and rejections; None without one, or if the loss computes it
-    (bypass).
+    """Return the correction of a batch by weights and rejections; None if it is off, or if the loss computes it (bypass
+    mode).
     """
     options = (correction.rollout_is, correction.rollout_rs, correction.rollout_token_veto_threshold)
     if correction.bypass_mode or not any(options):
@@ -62,10 +62,10 @@ def build_rollout_correction(correction: RolloutCorrectionConfig) -> RolloutCorr
 
 
 def old_log_probs_from(config: RunConfig) -> OldLogProbs:
-    """Return the source of the log-probs under the old policy.
+    """Return where the log-probs under the old policy come from.
 
-    The update itself provides them if it makes one optimizer step per rollout, so that its own log-probs are the old
-    ones, and if nothing before it reads them or their experts.
+    The update itself computes them if it makes one optimizer step per rollout, because its own log-probs are then the
+    old ones, and if nothing before the update reads them or their experts.
     """
     algorithm, trainer, actor = config.algorithm, config.trainer, config.actor_rollout_ref.actor
     if algorithm.rollout_correction.bypass_mode:
@@ -85,7 +85,7 @@ def old_log_probs_from(config: RunConfig) -> OldLogProbs:
 
 
 def bypass_options(correction: RolloutCorrectionConfig) -> dict[str, object]:
-    """Return the keyword arguments of the policy loss ``bypass_mode`` in addition to those of the clip."""
+    """Return the keyword arguments of the policy loss ``bypass_mode``, except those of clipping."""
     threshold_lower, threshold = parse_weight_bounds(correction.rollout_is_threshold)
     return {
         "loss_type": correction.loss_type,
@@ -106,7 +106,7 @@ def build_policy_filtration(algorithm: AlgorithmConfig, seed: int) -> PolicyFilt
 
 
 def build_rollout_files(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutFiles | None:
-    """Return the writer of training samples to disk; None without a folder."""
+    """Return the writer of training samples to disk; None if no folder is configured."""
     return RolloutFiles(Path(trainer.rollout_data_dir), tokenizer) if trainer.rollout_data_dir else None
 
 

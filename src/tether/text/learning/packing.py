@@ -5,11 +5,11 @@ The division affects speed and memory only, never the result: the denominators o
 mini-batch.
 
 The head gets only the positions that predict a token under `response_mask`, so prompts, padding and tokens that the
-policy did not sample never reach the vocabulary projection. Packed rows share their prompt, and also equal responses:
-many short answers to a prompt cost little more than the different ones among them.
+policy did not sample never reach the vocabulary projection. Packed rows of a prompt share it, and identical responses
+share their tokens, so that duplicates of a short response cost almost nothing.
 
-Legend: B rows, T response width, R x S the model's input (1 x N packed), M = valid response tokens, without those that
-equal responses share.
+Legend: B rows, T response width, R x S the model's input (1 x N packed), M = valid response tokens, where tokens of
+identical responses count once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RowSize(NamedTuple):
     """The size of a row in tokens."""
 
     prompt: int
-    """The row's `uid`, which rows of the same prompt share."""
+    """The row's `uid`, which is the same for rows of the same prompt."""
     prompt_tokens: int
     response_tokens: int
 
@@ -47,18 +47,18 @@ class RowSize(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """Limits of one forward and backward pass, of which at least one is set."""
+    """Limits of one forward and backward pass; at least one is set."""
 
     max_rows: int | None = None
     max_tokens: int | None = None
-    """Token budget (``use_dynamic_bsz``). A row that exceeds it gets its own micro-batch."""
+    """Token budget (``use_dynamic_bsz``). A row that exceeds it is a micro-batch by itself."""
     packed: bool = True
-    """Whether only actual tokens count, and a shared prompt once; if False, every row counts as long as the longest of
-    its micro-batch."""
+    """Whether only actual tokens count, and a shared prompt once; if False, every row counts as much as the longest one
+    of its micro-batch."""
     key: str = field(default="the limit of a micro-batch", compare=False)
-    """The key of the configuration that set the limit."""
+    """The configuration key of the limit."""
     ranks: int = field(default=1, compare=False)
-    """Number of ranks that split the tokens of a micro-batch; the setting is the tokens of one of them."""
+    """Number of ranks that split the tokens of a micro-batch; the setting limits the tokens of one rank."""
 
     def __str__(self) -> str:
         """Return the setting as written in the configuration."""
@@ -66,14 +66,14 @@ class MicroBatching:
 
     @property
     def setting(self) -> tuple[str, int]:
-        """Return the key of the configuration and its value."""
+        """Return the configuration key and its value."""
         if self.max_tokens is not None:
             return self.key, max(1, self.max_tokens // self.ranks)
         assert self.max_rows is not None
         return self.key, self.max_rows
 
     def halved(self, rows: Sequence[RowSize]) -> MicroBatching | None:
-        """Return limits that split the largest micro-batch of these rows in two, or None if each is a single row."""
+        """Return limits that split the largest micro-batch of these rows in two; None if each is a single row."""
         several = [group for group in self.split(rows) if len(group) > 1]
         if not several:
             return None
@@ -85,7 +85,8 @@ class MicroBatching:
         """Return the row indices of each micro-batch.
 
         Without a token budget rows stay in order. With one, they are sorted by length, so that the rows of a
-        micro-batch are alike and few micro-batches are needed; packed rows of one prompt stay together.
+        micro-batch have similar lengths and fewer micro-batches are needed; packed rows of the same prompt stay
+        together.
         """
         groups: list[list[int]] = []
         for row in self._order(rows):
@@ -142,8 +143,8 @@ def mini_batches(mask: Tensor, plan: UpdatePlan, step: int, episode: Tensor | No
         mask: [B, T] elements to train on; rows without any are omitted.
         plan: the number of epochs and the rows of a mini-batch.
         step: training step, counted from 0.
-        episode: [B] the episode of each row, whose rows are in one mini-batch and count as one row of `plan`; None if
-            every row is an episode of its own.
+        episode: [B] the episode of each row; rows of an episode are in the same mini-batch and count as one row of
+            `plan`. None: every row is an episode.
     """
     (learned,) = mask.any(dim=-1).nonzero(as_tuple=True)
     episodes = learned if episode is None else episode[learned].unique()
@@ -182,7 +183,7 @@ def divide(
 
 
 def in_order(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Assign rows to ranks in order, equally many to each."""
+    """Assign rows to ranks in order, the same number to each."""
     return [rows.tolist() for rows in torch.arange(len(costs)).tensor_split(ranks)]
 
 
@@ -210,7 +211,7 @@ def balance_metrics(
 
 
 def _loads(shares: Sequence[tuple[Tensor, list[MiniBatch]]], costs: Sequence[float]) -> list[list[float]]:
-    """Return [ranks][mini-batches of the first pass]: the costs of the rows."""
+    """Return the total cost of the rows of each mini-batch of the first pass, as [ranks][mini-batches]."""
     return [
         [sum(costs[row] for row in rows[mini.rows].tolist()) for mini in minis if mini.epoch == 0]
         for rows, minis in shares
@@ -220,8 +221,8 @@ def _loads(shares: Sequence[tuple[Tensor, list[MiniBatch]]], costs: Sequence[flo
 def balanced(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Assign rows to ranks so that their costs are about equal; each rank's rows ascend.
 
-    It is the largest differencing method (Karmarkar and Karp 1982): the two divisions with the largest differences
-    between heaviest and lightest rank are merged, heaviest with lightest, until one is left.
+    This is the largest differencing method (Karmarkar and Karp 1982): repeatedly merge the two divisions with the
+    largest difference between heaviest and lightest rank, heaviest with lightest, until one division is left.
     """
     order = count()
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
@@ -238,8 +239,8 @@ def balanced(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 Experts = Literal["chosen", "recorded", "replayed"]
-"""How the experts of a mixture are chosen: by the routers; by the routers, and recorded; or replayed from
-`RolloutBatch.routed_experts` if it has any."""
+"""How experts are chosen: by the routers; by the routers, and recorded; or replayed from `RolloutBatch.routed_experts`,
+where it has any."""
 
 
 @dataclass(frozen=True)
@@ -251,17 +252,17 @@ class TokenRows:
     layout: AttentionLayout
     predicts: Tensor  # [M] flat position in R*S just before each valid response token
     targets: Tensor  # [M] those response tokens
-    slots: Tensor  # [M] their flat position in B*T, the first one for a token of several rows
+    slots: Tensor  # [M] flat position of each target in B*T; the first one if several rows share the token
     source: Tensor  # [B*T] index of the response token in M, -1 where the mask is not set
     ends: Tensor  # [B] flat position in R*S of the last token of each row
     shape: tuple[int, int]  # (B, T)
     ranks: SequenceRanks | None = None
-    """The ranks that split the tokens, if any; `predicts`, `targets` and `slots` are then those of this rank's tokens,
-    and -1 stands for ends on other ranks."""
+    """The ranks that split the tokens, if any; `predicts`, `targets` and `slots` then cover this rank's tokens, and
+    `ends` is -1 for ends on other ranks."""
     tokens: Tensor | None = (
         None  # [B, W] flat position in R*S of a row's tokens, prompt and response; -1: on another rank
     )
-    experts: Tensor | None = None  # [R*S, L, k] that the tokens are sent to, see `RolloutBatch.routed_experts`
+    experts: Tensor | None = None  # [R*S, L, k] experts of the tokens, see `RolloutBatch.routed_experts`
 
     def scatter(self, per_token: Tensor) -> Tensor:
         """Scatter [M] to [B, T] over all ranks, zero outside the mask; differentiable."""
@@ -281,10 +282,10 @@ class TokenRows:
         return self.select(torch.arange(*ranks.span(tokens)), Shared(self.layout, tokens, ranks), ranks)
 
     def select(self, indices: Tensor, layout: AttentionLayout, ranks: SequenceRanks) -> TokenRows:
-        """Return the tokens of packed rows that one rank has.
+        """Return the tokens of packed rows that are on one rank.
 
         Args:
-            indices: [n] of the rank's tokens among all tokens; those beyond the last are padding.
+            indices: [n] indices of the rank's tokens among all tokens; indices beyond the last token are padding.
             layout: the layout of the rank's tokens.
             ranks: the ranks that split the rows.
         """
@@ -313,18 +314,18 @@ class TokenRows:
 
 
 def sequence_lengths(batch: RolloutBatch) -> Tensor:
-    """Return [B], the prompt and response tokens of each row."""
+    """Return [B], the total length of prompt and response of each row."""
     return batch.prompt_length + batch.response_length
 
 
 def row_sizes(batch: RolloutBatch) -> list[RowSize]:
-    """Return the tokens that each row adds to a micro-batch."""
+    """Return the size of each row, for the cost of a micro-batch."""
     columns = (batch.uid, batch.prompt_length, batch.response_length)
     return [RowSize(*size) for size in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def padding_row() -> TrainBatch:
-    """Return a row of two tokens that is not trained on, for a rank that waits for the micro-batches of others."""
+    """Return a row of two tokens that is not trained on, for a rank that has fewer micro-batches than others."""
     one, none = torch.ones(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
     row = RolloutBatch(
         uid=one,
@@ -351,9 +352,9 @@ def token_rows(
     """Convert rows into the model's inputs on the CPU, or into one rank's slice of them.
 
     With `packed` (``use_remove_padding``) there is no padding, and rows with the same prompt share it, so the layers
-    compute it once. Equal responses to it are shared too, unless the sampler's record of their tokens is replayed, or
-    `merges` is False: the losses of a mixture's routers count tokens, and would depend on which responses share a
-    micro-batch.
+    compute it once. Identical responses to it are shared too, unless recorded truncations or experts are replayed,
+    which may differ, or `merges` is False: the losses of a mixture's routers count tokens, and would depend on which
+    responses are in the same micro-batch.
     """
     merges = merges and packed and batch.kept is None and experts != "replayed"
     input_ids, position_ids, layout, prompt_start, response_start = (
@@ -388,7 +389,7 @@ def token_rows(
 
 
 def _tokens(batch: TrainBatch, prompt_start: Tensor, response_start: Tensor) -> Tensor:
-    """Return [B, W], the `TokenRows.tokens`."""
+    """Return `TokenRows.tokens` [B, W]."""
     position = torch.arange(batch.prompt_ids.shape[1] + batch.response_ids.shape[1])
     prompt, length = batch.prompt_length[:, None], sequence_lengths(batch)[:, None]
     tokens = torch.where(
@@ -398,7 +399,8 @@ def _tokens(batch: TrainBatch, prompt_start: Tensor, response_start: Tensor) -> 
 
 
 def _by_token(routed: Tensor, tokens: Tensor, count: int) -> Tensor:
-    """Arrange experts [B, W, L, k] by token, [count, L, k], taking a shared token's from its first row."""
+    """Arrange experts [B, W, L, k] by token, [count, L, k]; the experts of a shared token are those of its first
+    row."""
     at = tokens.flatten()
     positions = (at >= 0).nonzero().flatten()
     owner = torch.full((count,), len(at)).scatter_reduce(0, at[positions], positions, "amin")
@@ -408,7 +410,8 @@ def _by_token(routed: Tensor, tokens: Tensor, count: int) -> Tensor:
 
 
 def _distinct(predicts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index of each different pair's first occurrence, ascending, and the number of each pair's in that."""
+    """Deduplicate (predicts, targets) pairs: return the index of the first occurrence of each distinct pair, ascending,
+    and for each pair its position in that list."""
     different, number = ((predicts << 32) + targets).unique(return_inverse=True)
     index = torch.arange(len(predicts))
     first, order = torch.full(different.shape, len(predicts)).scatter_reduce(0, number, index, "amin").sort()
@@ -448,7 +451,7 @@ def _padded(batch: TrainBatch) -> tuple[Tensor, Tensor, AttentionLayout, Tensor,
     """Return the same as `_packed`, with one row of the model's input for each row of the batch."""
     length = sequence_lengths(batch)[:, None]
     position = torch.arange(int(length.max())).expand(len(batch), -1)
-    # In the input a response begins where its prompt ends, in the batch where the widest prompt ends.
+    # In the model's input a response starts at the end of its prompt, in the batch at the end of the widest prompt.
     gap = batch.prompt_ids.shape[1] - batch.prompt_length[:, None]
     column = torch.where(position < batch.prompt_length[:, None], position, position + gap)
     inside = position < length

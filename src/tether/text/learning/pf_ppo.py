@@ -1,4 +1,4 @@
-"""PF-PPO in the training loop: the update learns from rows that are resampled by their reward."""
+"""PF-PPO in the training loop: the update trains on rows that are resampled by their reward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PolicyFiltration:
         """Draw as many episodes as the batch has, with replacement, and return their rows with metrics.
 
         The draw depends only on (seed, step) and the scores. Advantages remain those of the full batch. A batch without
-        a row to learn from is returned unchanged.
+        tokens to train on is returned unchanged.
         """
         episodes = batch.episodes()
         valid = episodes.response_mask.any(dim=-1)

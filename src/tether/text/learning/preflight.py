@@ -1,4 +1,4 @@
-"""The preflight of a language model: two prompts and sixteen responses, with their rewards."""
+"""The preflight of a language model: a check of two prompts and sixteen responses, with their rewards."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class ChatFormat:
 
 @dataclass(frozen=True)
 class ResponseSample:
-    """Prompts and responses, as a `tether.loop.preflight.PreflightSample`."""
+    """Sampled prompts and responses, as a `tether.loop.preflight.PreflightSample`."""
 
     prompts: Sequence[Prompt]
     token_texts: Sequence[str]
-    """The prompts as the model reads them, with special tokens as text."""
+    """The prompts as the model reads them, with special tokens written out."""
     samples: Sequence[Sample]
     findings: Sequence[Finding]
     step_rows: int
@@ -115,7 +115,7 @@ def prompt_findings(
 
 
 def response_findings(rollouts: TextRollouts, responses: ScoredResponses, chat: ChatFormat) -> list[Finding]:
-    """Return the problems of the sampled responses: no end, no difference in reward."""
+    """Return the problems of the sampled responses: none ends, or all rewards are equal."""
     findings = []
     if not rollouts.sampling.ignore_eos:
         stop_token_ids = rollouts.collector.engine.eos_token_ids

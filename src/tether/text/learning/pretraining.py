@@ -16,7 +16,7 @@ Prompt = TypeVar("Prompt", bound=Hashable)
 
 
 def held_out_prompts(prompts: Iterable[Prompt], share: float, seed: int) -> set[Prompt]:
-    """Select the held-out prompts: at least one, and not all.
+    """Select the held-out prompts: at least one, and not all of them.
 
     Raises:
         ValueError: there is only one prompt.
@@ -37,22 +37,22 @@ class Pretraining:
     plan: UpdatePlan
     """Epochs and mini-batches over all of `learned`."""
     measure: Callable[[Any, TrainBatch], dict[str, float]]
-    """Returns metrics of the held-out rows, called with (outputs, rows)."""
+    """Returns metrics of the held-out rows; called with (outputs, rows)."""
     role: str
-    """The prefix of metrics without one."""
+    """Prefix of metrics that have none."""
 
     @property
     def total_steps(self) -> int:
-        """The number of optimizer steps of all epochs."""
+        """Number of optimizer steps over all epochs."""
         return sum(1 for epoch in range(self.plan.epochs) for _ in self._mini_batches(epoch))
 
     def run(self, done: int = 0) -> Iterator[tuple[int, dict[str, float]]]:
-        """Train and yield (optimizer step, metrics) after each step, and for step 0 before the first.
+        """Train and yield (optimizer step, metrics) before the first step, as step 0, and after each step.
 
         The metrics of `measure` are included before the first step and after each epoch.
 
         Args:
-            done: number of steps that the model and its optimizer have done already, which are skipped.
+            done: number of steps that model and optimizer have already made; these are skipped.
         """
         if not done:
             yield 0, self._held_out_metrics()

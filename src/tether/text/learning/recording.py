@@ -1,9 +1,9 @@
-"""Records of the responses of a step, for `tether view`; `tether.metrics.records` is the file.
+"""Records the responses of a step for `tether view`, in the file of `tether.metrics.records`.
 
-A step has three records. ``columns`` has a number for each response and column (`_Rows.columns`), ``texts`` the prompts
-and the beginning of each response with what the reward said, and ``tokens`` everything that is known of each token of
-a few responses: the best, the worst, the median, the one with the largest ratio, the one on which sampler and trainer
-differ most, and one of each group whose rewards are all equal, as many as the budget allows.
+A step has three records. ``columns`` has one number for each response and column (`_Rows.columns`), ``texts`` the
+prompts and the beginning of each response with the values that the reward returned, and ``tokens`` all data about each
+token of a few responses: the best, the worst, the median, the one with the largest ratio, the one on which sampler and
+trainer differ most, and one of each group whose rewards are all equal, as many as the budget allows.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tether.text.learning.losses import PolicyOutputs
 from tether.text.rewards.outcome import RewardError, Score
 
 TOKEN_SHARE = 0.7
-"""Share of the budget for the records of tokens; texts and columns get what remains."""
+"""Share of the budget for the records of tokens; the rest is for texts and columns."""
 BYTES_PER_TOKEN = 80
-"""Size of a recorded response token, about."""
+"""Approximate size of a recorded response token."""
 MAX_LISTED_GROUPS = 8
-"""Groups without variance of which a response is recorded token by token."""
+"""Maximum number of groups with equal rewards of which one response is recorded token by token."""
 MAX_INCOMPLETE = 16
-"""Tokens in a row without a complete character after which their text is shown as it is."""
+"""Number of consecutive tokens without a complete character after which their text is recorded as it is."""
 Floats = NDArray[np.float32]
 
 
@@ -46,7 +46,7 @@ class SampleRecorder:
     file: RecordFile
     tokenizer: PreTrainedTokenizerBase
     _pieces: dict[int, str] = field(default_factory=dict, repr=False)
-    """The text of each token so far."""
+    """Token id -> text, for the tokens so far."""
 
     @property
     def is_due(self) -> bool:
@@ -104,13 +104,15 @@ class SampleRecorder:
         }
 
     def _texts_of(self, ids: list[int]) -> list[str]:
-        """Return the text of each token; that of a character of several tokens is the text of the last of them."""
+        """Return the text of each token; if several tokens form one character, the last one has it and the others are
+        empty."""
         pieces: list[str] = []
         incomplete: list[int] = []
         for token in ids:
             piece = self._pieces.get(token)
             if piece is None:
-                # A tokenizer may strip the space before the first word of a text, but not that before the second.
+                # Decoded twice, because a tokenizer may strip the space before the first word of a text, but not before
+                # the second.
                 alone = decode(self.tokenizer, [token])
                 piece = self._pieces[token] = decode(self.tokenizer, [token, token])[len(alone) :]
             if "\ufffd" in piece:
@@ -120,7 +122,7 @@ class SampleRecorder:
                 pieces.append(joined if is_complete else "")
                 incomplete = [] if is_complete else incomplete
                 continue
-            if incomplete:  # bytes of no character
+            if incomplete:  # bytes that form no character
                 pieces[-1] = decode(self.tokenizer, incomplete)
                 incomplete = []
             pieces.append(piece)
@@ -140,7 +142,7 @@ class _Rows:
 
     @cached_property
     def by_token(self) -> Mapping[str, Tensor]:
-        """What is known of each token, [B, T] by name."""
+        """The values of each token, as name -> [B, T]."""
         batch = self.batch
         outputs = self.before if self.before is not None else self.trained
         known = {
@@ -160,7 +162,7 @@ class _Rows:
 
     @cached_property
     def columns(self) -> Mapping[str, NDArray[np.generic]]:
-        """What is known of each response, [B] by name."""
+        """The values of each response, as name -> [B]."""
         batch, mask, known = self.batch, self.batch.response_mask, self.by_token
         prompts = [self.responses.prompt_of(row) for row in range(len(batch))]
         columns: dict[str, NDArray[np.generic]] = {
@@ -197,7 +199,7 @@ class _Rows:
         return columns | self._parts()
 
     def _parts(self) -> dict[str, NDArray[np.generic]]:
-        """Return the other numbers that the reward returned, by name."""
+        """Return the numbers that the reward returned in addition to the score, by name."""
         parts: dict[str, Floats] = {}
         for row, outcome in enumerate(self.responses.outcomes):
             for key, value in outcome.extra.items() if isinstance(outcome, Score) else ():
@@ -207,7 +209,7 @@ class _Rows:
 
     @cached_property
     def chosen(self) -> Mapping[int, list[str]]:
-        """The responses to record token by token, each with the reasons, the most important ones first."""
+        """The responses to record token by token, most important first, each with the reasons for its choice."""
         reasons: dict[int, list[str]] = {}
         for row, reason in self._choices():
             reasons.setdefault(row, []).append(reason)
@@ -238,7 +240,7 @@ def _are_equal(rewards: NDArray[np.float64]) -> bool:
 
 
 def _texts(rows: _Rows, budget: int) -> dict[str, object]:
-    """Return the prompts, responses and reward details of a step, cut so that they fit into a budget of bytes."""
+    """Return the prompts, responses and reward details of a step, truncated to a budget of bytes."""
     responses = rows.responses
     prompts = {int(rows.batch.uid[row]): responses.prompt_of(row) for row in range(len(rows.batch))}
     limit = max(0, budget // (4 * (len(responses.texts) + len(prompts))))  # characters; a character has up to 4 bytes
@@ -265,8 +267,8 @@ def _texts(rows: _Rows, budget: int) -> dict[str, object]:
 
 
 def recorded_values(score: Score, limit: int) -> dict[str, object]:
-    """Return what a reward returned in addition to the score: finite numbers, and other values as text of at most
-    `limit` characters."""
+    """Return the values that a reward returned in addition to the score: finite numbers, and other values as text of at
+    most `limit` characters."""
     return {
         key: (value if math.isfinite(value) else None) if isinstance(value, int | float) else str(value)[:limit]
         for key, value in score.extra.items()

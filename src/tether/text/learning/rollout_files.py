@@ -6,10 +6,10 @@ Each line is one response. Its first keys are those of verl's rollout dumps::
     gts, score      ground truth; the reward, null if it abstained or failed
     step            training step
     data_source, index, uid                     source of the prompt, its row there, its index in the step
-    prompt_ids, response_ids, response_mask     tokens; 1 if the update learns from the token
+    prompt_ids, response_ids, response_mask     tokens; 1 if the update trains on the token
     rewards                                     reward of each response token, after shaping and the KL penalty
-    policy_version                              number of updates of the weights that sampled it; the lowest of several
-    token_versions                              the same for each response token, if weights changed within a batch
+    policy_version                              version of the weights that sampled it; the lowest if there are several
+    token_versions                              version for each response token, if weights changed within a batch
     ...                                         other values that the reward returned
 """
 
@@ -94,7 +94,7 @@ class RolloutFiles:
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """The fields of a scored response of an earlier run that a critic learns from."""
+    """The fields of a scored response that a critic is pretrained on."""
 
     prompt_ids: list[int]
     response_ids: list[int]

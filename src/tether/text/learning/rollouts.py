@@ -29,7 +29,7 @@ from tether.types import StateDict
 
 
 def partial_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Return the share of rows in which weights changed; no metric if none changed while the batch was sampled."""
+    """Return the share of rows in which weights changed; empty if none changed while the batch was sampled."""
     if batch.token_versions is None or batch.policy_version is None:
         return {}
     newest = batch.token_versions.masked_fill(~batch.response_mask, -1).amax(dim=-1)
@@ -44,7 +44,7 @@ def step_metrics(
     Args:
         batch: the batch with advantages.
         policy: log-probs and entropy at the start of the update; None if they were not computed.
-        report: report of the rewards.
+        report: the report on rewards.
         time: seconds of the phases; "step" is the total.
         max_prompt_length: the length limit of prompts.
     """
@@ -71,7 +71,7 @@ TextExperience = Experience[TrainBatch, ScoredResponses]
 
 
 class RowDataset(Protocol):
-    """The rows of a run, in any form."""
+    """The rows of a run, of any type."""
 
     def __getitem__(self, position: int, /) -> Any: ...
 
@@ -114,17 +114,17 @@ class TextRollouts(Rollouts[Sequence[Prompt], TrainBatch, ScoredResponses]):
     rollout_files: RolloutFiles | None
     evaluation: Evaluation | None
     teacher_of_source: Mapping[str, int]
-    """Index of the teacher of each data source; empty if all rows have the same one, or none."""
+    """Index of the teacher of each data source; empty if all rows have the same teacher, or none."""
     max_prompt_length: int
     """The length limit of prompts, for metrics."""
     seed: int
     transfers: Callable[[], dict[str, float]] = dict
     """Returns bytes and seconds of transfers to other processes since the last call."""
     weight_transfers: Callable[[], dict[str, float]] = dict
-    """Returns bytes of weights sent to servers, and failed transfers, since the last call, including those between
-    steps and during sampling."""
+    """Returns the bytes of weights sent to servers, and failed transfers, since the last call; includes transfers
+    between steps and during sampling."""
     check_parity: Callable[[], None] | None = None
-    """Compares sampler and trainer before the first step, if that is not possible while a step samples."""
+    """Compares sampler and trainer before the first step; None if a step does this while it samples."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -153,7 +153,7 @@ class TextRollouts(Rollouts[Sequence[Prompt], TrainBatch, ScoredResponses]):
             NothingToLearn: dynamic sampling got no informative group.
         """
         key = NoiseKey(self.seed, step)
-        self.transfers()  # excludes transfers before the step
+        self.transfers()  # discards transfers made before the step
         with time("gen"):
             scored = (self.dynamic_sampling or self.collector).collect(prompts, self.sampling, key, progress)
         time.move(scored.reward_seconds, "gen", "reward")

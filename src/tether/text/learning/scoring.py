@@ -1,7 +1,7 @@
 """Reward models: one score for a whole sequence, and the Bradley-Terry loss on pairs of sequences.
 
-A score is computed at the last token that is not padding, as in transformers' sequence classifiers. Sequences with the
-same beginning share it.
+A score is computed at the last token that is not padding, as in transformers' sequence classifiers. Sequences with a
+common prefix compute it once.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class PairForward:
 class PreferenceLoss:
     """The Bradley-Terry loss: minus log sigmoid(chosen - rejected), averaged over pairs.
 
-    The margin of a pair is subtracted inside (Llama 2, arXiv 2307.09288, section 3.2.2).
+    The margin of a pair is subtracted inside the sigmoid (Llama 2, arXiv 2307.09288, section 3.2.2).
     """
 
     def __call__(self, outputs: PairOutputs, batch: TrainBatch, sizes: LossSizes) -> LossTerm:
@@ -100,7 +100,7 @@ def score_batch(sequences: Sequence[TokenList], prompts: Sequence[Hashable]) -> 
 
     Args:
         sequences: token ids, at least one each.
-        prompts: the prompt of each sequence; those with the same prompt share their common beginning.
+        prompts: identifies the prompt of each sequence; those with the same one compute their common prefix once.
     """
     groups: dict[Hashable, list[int]] = {}
     for row, prompt in enumerate(prompts):
@@ -116,7 +116,7 @@ def score_batch(sequences: Sequence[TokenList], prompts: Sequence[Hashable]) -> 
 
 
 def pair_batch(pairs: Sequence[tuple[TokenList, TokenList]], margins: Sequence[float] = ()) -> TrainBatch:
-    """Make a batch with a row for each pair (chosen, rejected): their common beginning, then both endings.
+    """Make a batch with a row for each pair (chosen, rejected): their common prefix, then both endings.
 
     The mask is set at the last tokens of both, so that a split into micro-batches cannot separate a pair; the score of
     a row is the margin of its pair, 0 without `margins`.
@@ -131,7 +131,7 @@ def pair_batch(pairs: Sequence[tuple[TokenList, TokenList]], margins: Sequence[f
 
 
 def without_padding(ids: TokenList, pad_id: int | None) -> TokenList:
-    """Return token ids up to the last that is not padding, where transformers' sequence classifiers compute the
+    """Return token ids up to the last one that is not padding, where transformers' sequence classifiers compute the
     score."""
     end = len(ids)
     while end > 1 and ids[end - 1] == pad_id:
@@ -140,7 +140,7 @@ def without_padding(ids: TokenList, pad_id: int | None) -> TokenList:
 
 
 def _common_tokens(sequences: Sequence[TokenList]) -> int:
-    """Return the length of the longest common beginning that leaves each sequence a token."""
+    """Return the length of the longest common prefix that leaves each sequence at least one token."""
     limit = min(map(len, sequences)) - 1
     return next((at for at in range(limit) if len({ids[at] for ids in sequences}) > 1), limit)
 
@@ -155,10 +155,10 @@ def marked_rows(
     """Make a batch of rows that were not sampled.
 
     Args:
-        uid: the prompt of each row; rows with the same one share it.
+        uid: the prompt of each row; rows with the same value share it.
         prompts: token ids, at least one each.
         responses: token ids after the prompt.
-        marked: columns of each response in which the mask is set.
+        marked: for each response the columns in which the mask is set.
         scores: one for each row; 0 without them.
     """
 
@@ -184,7 +184,7 @@ def marked_rows(
 
 
 _OF_ASSISTANTS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-"""Control tokens that an assistant may write, and that templates look for in its messages."""
+"""Control tokens that an assistant may generate, and that templates look for in its messages."""
 
 
 @dataclass(frozen=True)
@@ -192,12 +192,12 @@ class ConversationReader:
     """Converts a response and its prompt into the token ids that a reward model scores."""
 
     tokenizer: PreTrainedTokenizerBase | None
-    """The reward model's tokenizer, whose template formats prompt and response again; None passes the policy's token
-    ids on."""
+    """The reward model's tokenizer, whose template formats prompt and response again; None: the policy's token ids are
+    used unchanged."""
     pad_id: int | None
     vocabulary: int
     max_length: int
-    """Tokens of the longest conversation that the model can score."""
+    """Maximum number of tokens of a conversation that the model can score."""
     chat_template: str | None = None
     """A template to use instead of the tokenizer's."""
 
@@ -222,11 +222,11 @@ class ConversationReader:
         return without_padding(ids, self.pad_id)
 
     def written(self, request: RewardRequest) -> tuple[str | None, TokenList] | RewardError:
-        """Return these ids with the text that a tokenizer reads as them, or None if there is no such text."""
+        """Return the same ids, with a text that tokenizes to them, or None if there is no such text."""
         ids = self.ids(request)
         if isinstance(ids, RewardError) or self.tokenizer is None:
             return ids if isinstance(ids, RewardError) else (None, ids)
-        text = decode(self.tokenizer, ids)  # a control token spelled out in a response becomes one here
+        text = decode(self.tokenizer, ids)  # a control token written as text in a response becomes a real one here
         return (text if tokenize([text], self.tokenizer)[0].tolist() == ids else None), ids
 
     @cached_property

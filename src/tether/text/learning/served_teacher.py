@@ -1,4 +1,4 @@
-"""A teacher behind a server: vLLM's completions return the log-prob of each token of a prompt."""
+"""A teacher on a server: vLLM's completions route returns the log-prob of each token of a prompt."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tether.text.rewards.service.endpoint import Endpoint, EndpointError
 
 @dataclass(frozen=True)
 class ServedTeacher:
-    """Queries a server for the log-probs of sampled tokens, in place of an engine of the reference."""
+    """Queries a server for the log-probs of sampled tokens, in place of a reference engine."""
 
     key: str
-    """The key of its address, for messages."""
+    """Configuration key of its address, for messages."""
     endpoint: Endpoint
     model: str
     """Name of the model on the server."""
@@ -47,7 +47,7 @@ class ServedTeacher:
         """Return the log-probs of the rows as an engine does.
 
         Raises:
-            ValueError: the server gave no usable answer for a row.
+            ValueError: the server returned no valid response for a row.
         """
         assert forward.temperature == 1, "the server computes at a temperature of 1"
         log_probs = torch.zeros(batch.response_mask.shape)
@@ -66,12 +66,12 @@ class ServedTeacher:
         """Return the log-probs of the response tokens of a row."""
         prompt, length = int(row.prompt_length), int(row.response_length)
         ids = [*row.prompt_ids[:prompt].tolist(), *row.response_ids[:length].tolist()]
-        # 0 alternatives beside the token itself; the one token that it has to sample is not read.
+        # 0: no alternatives, only the log-prob of each token itself. One token must be sampled; it is ignored.
         body = {"model": self.model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
         return torch.tensor(self._read(self.endpoint.ask(body), ids)[prompt:])
 
     def _read(self, answer: object, ids: Sequence[int]) -> list[float]:
-        """Return the log-prob of each token, which for the first is 0."""
+        """Return the log-prob of each token; that of the first is 0."""
         match answer:
             case {"choices": [{"prompt_logprobs": [_, *entries]}]} if len(entries) == len(ids) - 1:
                 try:

@@ -1,4 +1,5 @@
-"""Supervised fine-tuning as rollouts of the training loop: conversations instead of samples, a loss as validation."""
+"""Supervised fine-tuning in the training loop: conversations replace rollouts, and the loss replaces validation
+scores."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ SHOWN_CHARACTERS = 2000
 
 
 def example_batch(examples: Sequence[Example]) -> TrainBatch:
-    """Return a batch with a row for each example, whose response begins with the first token that is learned."""
+    """Return a batch with a row for each example, whose response begins with the first token to train on."""
     starts = [int(example.mask.argmax()) for example in examples]
     pairs = list(zip(examples, starts, strict=True))
     return marked_rows(
@@ -44,7 +45,7 @@ class SupervisedRollouts(Rollouts[Sequence[Example], TrainBatch, None]):
     learner: Learner[TrainBatch, PolicyOutputs]
     held_out: ExampleDataset | None
     batch_size: int | None
-    """The number of held-out examples in a forward pass over all micro-batches; None: all."""
+    """Number of held-out examples per forward pass over all micro-batches; None: all."""
 
     @property
     def can_evaluate(self) -> bool:
@@ -81,7 +82,7 @@ class SupervisedRollouts(Rollouts[Sequence[Example], TrainBatch, None]):
 
 @dataclass(frozen=True)
 class ExampleSample:
-    """The first example with the tokens that are learned, as a `tether.loop.preflight.PreflightSample`."""
+    """The first example, with the tokens that are trained on, as a `tether.loop.preflight.PreflightSample`."""
 
     example: Example
     tokenizer: PreTrainedTokenizerBase

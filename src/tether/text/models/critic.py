@@ -1,7 +1,7 @@
 """The critic: a language model's backbone with a scalar head, saved as a class that transformers can load.
 
 The head is initialised to zero, so the first values are exactly 0 and the first advantages are the discounted rewards.
-A random head would start with values proportional to the norm of hidden states, which training would have to undo
+The first values of a random head would be proportional to the norm of hidden states, which training would have to undo
 first. A zero head does learn: its own gradient is the value error times the hidden state, which is not zero; only the
 backbone, whose gradient passes through the head, starts one step later.
 """
@@ -39,7 +39,7 @@ def load_critic(
 ) -> PreTrainedModel:
     """Load a critic from a causal LM (zero head) or from a saved critic or reward model with one label (its own head).
 
-    Arguments and preparation of the model are those of `tether.text.models.load.load_causal_lm`.
+    The arguments, and how the model is prepared, are those of `tether.text.models.load.load_causal_lm`.
     ``critic.save_pretrained`` writes a directory that ``AutoModelForTokenClassification`` loads
     (``AutoModelForSequenceClassification`` for families that have no class for tokens).
 
@@ -64,8 +64,8 @@ def load_critic(
 
 
 def load_reward_model(path: Path | str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Load a sequence classifier with one output, as `load_critic` does; a causal LM, which has no such head, is
-    refused.
+    """Load a sequence classifier with one output, as `load_critic` does, but refuse a causal LM, which has no such
+    head.
 
     Raises:
         ValueError: as for `load_critic` and `check_reward_model`.
@@ -113,16 +113,16 @@ def check_reward_model(path: Path | str, config: PreTrainedConfig) -> None:
 
 
 def critic_from(model: PreTrainedModel, classes: Sequence[Any] = _CLASS_OF_CONFIG) -> PreTrainedModel:
-    """Move a causal LM's backbone under a scalar zero head; the causal LM must not be used afterwards.
+    """Combine a causal LM's backbone with a scalar zero head; the causal LM must not be used afterwards.
 
     Args:
         model: the causal LM.
-        classes: transformers' mappings from config to class; the first one with the family is used.
+        classes: transformers' mappings from config to class; the first one that has the family is used.
 
     Raises:
-        ValueError: transformers has no class for it.
+        ValueError: transformers has no class for the family.
     """
-    config = model.config  # not a copy: transformers below 5.23 chooses attention for the layers by it
+    config = model.config  # not a copy: transformers below 5.23 selects the layers' attention by this object
     config.num_labels = 1
     with torch.device("meta"):  # only the shape of the head is needed
         critic = _empty_critic(config, classes)

@@ -1,4 +1,5 @@
-"""A model of transformers without its weights: class, config and weight names of a model that is sharded elsewhere."""
+"""Builds a transformers model without its weights: class, config and weight names of a model that is sharded
+elsewhere."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ def empty_model(path: Path | str, config: PreTrainedConfig, *, critic: bool = Fa
         model = empty_critic(config) if critic else AutoModelForCausalLM.from_config(config)
     for module in model.modules():
         if not any(True for _ in module.children()) and any(True for _ in module.buffers(recurse=False)):
-            made = type(module)(config).__dict__  # with rotary angles, which no file has
+            made = type(module)(config).__dict__  # with rotary frequencies, which no file has
             module.__dict__.update({name: value for name, value in made.items() if name != "_parameters"})
     if model.can_generate():
-        with suppress(OSError):  # it has none, and the one derived from its config remains
+        with suppress(OSError):  # without such a file the generation config derived from the model's config remains
             model.generation_config = GenerationConfig.from_pretrained(path)
     disable_dropout(model)
     use_tether_attention(model)

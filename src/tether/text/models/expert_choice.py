@@ -1,11 +1,11 @@
-"""The experts of a mixture that each token is routed to, recorded in one forward pass and replayed in another.
+"""Records the experts that each token is routed to in one forward pass, and replays them in another.
 
 A router scores the experts of its layer and selects the best k. Rounding can swap close scores: the sampler and the
-trainer, or the trainer before and after an update, then route a token to other experts, and its log-probability jumps.
-With the choice of an earlier pass only the weights of the experts are recomputed, and the gradient flows through these
-(routing replay, arXiv:2507.18071, section 5.3; with the sampler's choice arXiv:2510.11370).
+trainer, or the trainer before and after an update, then route a token to different experts, and its log-probability
+jumps. If the experts of an earlier pass are replayed, only their weights are recomputed, and the gradient flows through
+these (routing replay, arXiv:2507.18071, section 5.3; with the sampler's experts arXiv:2510.11370).
 
-Legend: N = tokens of a forward pass, L = decoder layers, k = experts of a token.
+Legend: N = tokens of a forward pass, L = decoder layers, k = experts per token.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 UNKNOWN = -1
-"""Stands for an expert that the router chooses."""
+"""Stands for an expert that the router has to choose."""
 _CHOICE = "_expert_choice"  # attribute of a router, set from its layer's attention until its own call
 _FOLLOWS = "_follows_expert_choice"  # attribute of a backbone whose layers have the hooks
 
 
 @dataclass(eq=False)
 class ExpertChoice:
-    """The experts of the tokens of one forward pass; goes through a model as the keyword ``expert_choice``."""
+    """The experts of the tokens of one forward pass; it is passed through a model as the keyword ``expert_choice``."""
 
     replayed: Tensor | None = None
-    """[N, L, k]: the experts to which tokens are routed, all of a token or none (`UNKNOWN`); None: routers choose."""
+    """[N, L, k] experts to route tokens to; all of a token's experts are set, or all `UNKNOWN`. None: routers
+    choose."""
     records: bool = False
-    """Whether to record the choice."""
+    """Whether to record the experts."""
     chosen: dict[int, Tensor] = field(default_factory=dict)
     """Layer -> [N, k], for the layers with experts that ran on this rank."""
 
     def recorded(self, tokens: int, layers: int, experts: int, device: torch.device) -> Tensor:
-        """Return the recorded choice [N, L, k] int16, with `UNKNOWN` in layers that chose nothing here."""
+        """Return the recorded experts [N, L, k] int16, with `UNKNOWN` for layers without a record on this rank."""
         result = torch.full((tokens, layers, experts), UNKNOWN, dtype=torch.int16, device=device)
         for layer, chosen in self.chosen.items():
             result[:, layer] = chosen.to(torch.int16)
@@ -45,7 +46,7 @@ class ExpertChoice:
 
 
 def experts_per_token(config: Any) -> int | None:
-    """Return k according to a config of transformers; None for a model without experts."""
+    """Return k from a transformers config; None for a model without experts."""
     for name in ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "experts_per_token"):
         count = getattr(config.get_text_config(), name, None)
         if count:
@@ -54,7 +55,7 @@ def experts_per_token(config: Any) -> int | None:
 
 
 def follow_choice(model: PreTrainedModel) -> None:
-    """Make the routers of a model follow ``expert_choice=``; a second call has no effect.
+    """Make the routers of a model use ``expert_choice=``; a second call has no effect.
 
     Raises:
         ValueError: the model has no router that tether supports.
@@ -70,7 +71,8 @@ def follow_choice(model: PreTrainedModel) -> None:
             "replayed. Leave router replay off for this model."
         )
     for layer, router in with_router.items():
-        # The attention receives a layer's keywords, and runs before the router even where the layer is recomputed.
+        # The attention gets the layer's keyword arguments, and runs before the router, also when the layer is
+        # recomputed.
         attention: nn.Module = backbone.layers[layer].self_attn
         attention.register_forward_pre_hook(_Announce(router), with_kwargs=True)
         router.register_forward_hook(_Route(layer), with_kwargs=True)
@@ -85,10 +87,10 @@ def recorded_choice(model: PreTrainedModel, choice: ExpertChoice) -> Tensor:
 
 
 def check_choice(model: PreTrainedModel, choice: ExpertChoice) -> None:
-    """Check after a forward pass that it reached the routers.
+    """Check after a forward pass that `choice` reached the routers.
 
     Raises:
-        ValueError: the model's layers do not pass keywords to their attention.
+        ValueError: the model's layers do not pass keyword arguments to their attention.
     """
     if not choice.chosen:
         raise ValueError(
@@ -106,7 +108,7 @@ def _router_of(layer: nn.Module) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class _Announce:
-    """Passes the choice to a router when the attention of its layer runs."""
+    """A hook that passes the choice to a layer's router when the layer's attention runs."""
 
     router: nn.Module
 
@@ -116,9 +118,9 @@ class _Announce:
 
 @dataclass(frozen=True)
 class _Route:
-    """Records a router's choice, or calls it again with a replayed choice.
+    """A hook that records a router's choice, or runs the router again with replayed experts.
 
-    The second call discards the first, which costs a product with one column per expert.
+    The result of the first run is discarded; it costs a product with one column per expert.
     """
 
     layer: int

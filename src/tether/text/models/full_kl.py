@@ -1,8 +1,8 @@
 """The exact KL from policy to reference at each position, without a [tokens, vocabulary] tensor of logits.
 
-Both models' logits are computed a chunk of the vocabulary at a time, side by side, forward and again backward
-(`tether.kernels.vocabulary_chunks`, which has the legend). With z and r the logits of policy and reference over
-the temperature, p = softmax(z) and q = softmax(r)::
+The logits of both models are computed together, one chunk of the vocabulary at a time, in the forward and again in the
+backward pass (`tether.kernels.vocabulary_chunks`, which has the legend). With z and r the logits of policy and
+reference over the temperature, p = softmax(z) and q = softmax(r)::
 
     KL = sum_v p_v (log p_v - log q_v) = sum_v p_v (z_v - r_v) - logsumexp(z) + logsumexp(r)
     d KL / dz_v = p_v (log p_v - log q_v - KL)
@@ -84,8 +84,8 @@ def forward_kl_of_hidden(
 ) -> Tensor:
     """Return `tether.algorithms.forward_kl_topk` of each position [N], in at least float32.
 
-    The arguments are those of `full_kl_of_hidden`, except that `chunk_size` counts positions: their logits are computed
-    together, and again in the backward pass.
+    The arguments are those of `full_kl_of_hidden`, except that `chunk_size` is in positions: all logits of a chunk of
+    positions are computed at once, and again in the backward pass.
     """
 
     def of_chunk(hidden: Tensor, weight: Tensor, bias: Tensor | None, ref_hidden: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def forward_kl_of_hidden(
         return forward_kl_topk(logits, ref_logits, **vars(options))
 
     chunks = zip(hidden.split(chunk_size), ref_hidden.split(chunk_size), strict=True)
-    # Weight and bias are arguments, as a checkpoint has to keep them until the backward pass of a sharded model.
+    # Weight and bias are arguments, so that the checkpoint keeps them until the backward pass of a sharded model.
     kl = [
         checkpoint(of_chunk, mine, head.weight, head.bias, theirs, use_reentrant=False, preserve_rng_state=False)
         for mine, theirs in chunks
@@ -121,7 +121,7 @@ class _FullKL(torch.autograd.Function):
     ) -> Tensor:
         chunks = VocabularyChunks(hidden, weight, bias, transform, chunk_size)
         ref_chunks = VocabularyChunks(ref_hidden, ref_weight, ref_bias, ref_transform, chunk_size)
-        # over the chunks so far, with m their maximum: sum e^(z-m), sum e^(z-m) (z-r), and for r: sum e^(r-m)
+        # Running sums over the chunks, with m the maximum: sum e^(z-m), sum e^(z-m) (z-r), and for r: sum e^(r-m).
         mass, moment = (torch.zeros(len(hidden), 1, dtype=chunks.dtype, device=hidden.device) for _ in range(2))
         ref_mass = torch.zeros_like(mass, dtype=ref_chunks.dtype)
         top, ref_top = (torch.full_like(sums, torch.finfo(sums.dtype).min) for sums in (mass, ref_mass))
@@ -129,7 +129,7 @@ class _FullKL(torch.autograd.Function):
             torch.sub(z, r, out=gap)
             new_top, new_ref_top = (torch.maximum(m, x.amax(1, keepdim=True)) for m, x in ((top, z), (ref_top, r)))
             exp_z, exp_r = z.sub_(new_top).exp_(), r.sub_(new_ref_top).exp_()
-            decay = (top - new_top).exp()  # what the sums so far shrink by under the new maximum
+            decay = (top - new_top).exp()  # rescales the sums so far to the new maximum
             moment = decay * moment + torch.linalg.vecdot(exp_z, gap)[:, None]
             mass = decay * mass + exp_z.sum(1, keepdim=True)
             ref_mass = (ref_top - new_ref_top).exp() * ref_mass + exp_r.sum(1, keepdim=True)

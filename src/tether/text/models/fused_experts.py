@@ -1,4 +1,4 @@
-"""Experts of a layer: one tensor each in files, one tensor for all in the models of transformers.
+"""Converts the experts of a layer between files, with one tensor per expert, and models, with one tensor for all.
 
 ``mlp.experts.3.gate_proj.weight`` [F, E], ``up_proj`` and ``down_proj`` [E, F] of X experts become
 ``mlp.experts.gate_up_proj`` [X, 2F, E] and ``mlp.experts.down_proj`` [X, E, F].
@@ -16,8 +16,8 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def fused(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple[str, Tensor]]:
-    """Convert tensors from their names in files to those in memory; each is yielded once all of its experts have
-    arrived.
+    """Convert tensors from their names in files to those in memory; a fused tensor is yielded once all of its experts
+    have arrived.
     """
     waiting: dict[str, dict[tuple[int, str], Tensor]] = {}
     for name, value in tensors:
@@ -40,7 +40,7 @@ def fused(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple
 
 
 class Unfused(Mapping[str, Tensor]):
-    """The inverse: tensors under their names in memory, read under those in files, as views."""
+    """The inverse: gives tensors in memory the names that they have in files; values are views."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors

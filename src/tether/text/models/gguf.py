@@ -1,7 +1,7 @@
 """Converts a GGUF file, once, to an ordinary Hugging Face directory: dequantized, trainable, and savable.
 
-Needs the packages gguf and accelerate (extra ``quickstart``). transformers passes over what it does not know of a file,
-and draws missing weights at random: both are refused here.
+It needs the packages gguf and accelerate (extra ``quickstart``). transformers ignores parts of a file that it does not
+support, and initialises missing weights at random; this module refuses both.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from tether.text.models.save import save_tokenizer, write_model
 
 FIX, ROOM = "Copy the file again", "Make room, or name another folder by TETHER_CACHE."
 MAX_ROUNDING = 0.3
-"""Largest relative distance of two quantizations of one matrix: 0.05 with 5 bits, about 0.25 with 2."""
+"""Maximum relative distance between two quantizations of the same matrix: it is 0.05 for 5 bits, about 0.25 for 2."""
 
 
 def converted_gguf(file: Path, cache_dir: Path, *, say: Callable[[str], None]) -> Path:
-    """Return the directory of a GGUF file's model in the cache, by the hash of the file; convert it if it is not there.
+    """Return the cached directory of a GGUF file's model, named by the hash of the file; convert the file if necessary.
 
     Args:
         file: the GGUF file.
         cache_dir: directory of models; the converted ones are in ``gguf``.
-        say: called with a line if the file is converted, or another process does so.
+        say: called with a line if the file is converted, or if another process is converting it.
 
     Raises:
         ValueError: as for `load_gguf_model`, or the disk is full.
@@ -66,12 +66,12 @@ def converted_gguf(file: Path, cache_dir: Path, *, say: Callable[[str], None]) -
 
 @cache
 def _hash(file: Path, size: int, changed: int) -> str:
-    """Return the hash of a file; `size` and the time of the last change tell whether it is still the same."""
+    """Return the hash of a file; `size` and modification time are only keys of the cache."""
     return sha256_of([file])[0]
 
 
 def convert_gguf(file: Path, directory: Path) -> None:
-    """Write a GGUF file's model and tokenizer as a Hugging Face directory, which appears when it is complete.
+    """Write a GGUF file's model and tokenizer as a Hugging Face directory, which appears once it is complete.
 
     The weights are stored in float32: a dequantized value is a 16-bit scale times a small integer plus a 16-bit offset,
     which needs more than bfloat16's 8 bits of mantissa, so bfloat16 would round almost every weight.
@@ -84,7 +84,8 @@ def convert_gguf(file: Path, directory: Path) -> None:
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        # transformers reads the metadata again for the tokenizer, for seconds in Python: done in another process.
+        # transformers parses the metadata again for the tokenizer, which takes seconds in Python, so it runs in another
+        # process.
         with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
             with quiet_fork():
                 tokenizer = pool.submit(_convert_tokenizer, file, partial)
@@ -109,13 +110,14 @@ def _convert_tokenizer(file: Path, directory: Path) -> None:
 def load_gguf_model(file: Path) -> PreTrainedModel:
     """Load the causal LM of a GGUF file, with every weight dequantized.
 
-    transformers marks what it loads from GGUF as quantized and refuses to save it, so the weights move into a model
-    built from the same config without that mark. Its ``generation_config`` names the end-of-sequence ids. An embedding
-    that the file stores a second time as the output layer, quantized in another way, becomes one tied weight again.
+    transformers marks models loaded from GGUF as quantized and refuses to save them, so the weights move into a model
+    built from the same config without that mark. Its ``generation_config`` has the end-of-sequence ids. If the file
+    stores the embedding a second time as the output layer, with another quantization, the two become one tied weight
+    again.
 
     Raises:
-        ValueError: the file is one of several, lacks weights, is of an architecture or quantization that is not read,
-            or has tensors or rotary scaling that are not read.
+        ValueError: the file is one of several, lacks weights, or has an architecture, quantization, tensors or rotary
+            scaling that are not supported.
     """
     with reading(file, FIX):
         architecture, tensors = _read_tensors(file)
@@ -133,7 +135,7 @@ def load_gguf_model(file: Path) -> PreTrainedModel:
 
 
 def _load(file: Path, architecture: str) -> Any:
-    """Return the model and the report of transformers' loading."""
+    """Return the model, and transformers' report on loading it."""
     try:
         return AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
@@ -148,9 +150,10 @@ def _load(file: Path, architecture: str) -> Any:
 
 
 def _tie(model: PreTrainedModel, weights: dict[str, torch.Tensor], bits: Mapping[str, float]) -> None:
-    """Tie the output layer to the embedding in the config and in `weights` if they are one matrix, quantized twice.
+    """Tie the output layer to the embedding in the config and in `weights` if they are the same matrix, quantized
+    twice.
 
-    The one with more bits per weight is used for both. Two matrices that were trained apart have little in common.
+    The version with more bits per weight is used for both. Matrices that were trained separately differ far more.
     """
     names = {id(value): name for name, value in model.state_dict(keep_vars=True).items()}
     output = model.get_output_embeddings()
@@ -166,7 +169,7 @@ def _tie(model: PreTrainedModel, weights: dict[str, torch.Tensor], bits: Mapping
 
 
 def _read_tensors(file: Path) -> tuple[str, dict[str, float]]:
-    """Return the architecture of a file, and the bits per weight of its tensors; refuse what cannot be read."""
+    """Return the architecture of a file, and the bits per weight of its tensors; refuse what is not supported."""
     if missing := [package for package in ("gguf", "accelerate") if find_spec(package) is None]:
         raise ValueError(
             f"{file}: a GGUF file needs the package {' and '.join(missing)}. Run: {pip_install('quickstart')}"

@@ -1,33 +1,30 @@
 """Modules that replace those of transformers: packed attention, RMS norm, rotary embedding, gated MLP.
 
-They call `tether.kernels` and compute the same as the modules that they replace.
+They call `tether.kernels` and compute the same as the modules that they replace; parameters and their names are
+unchanged. They are inserted before a model is used.
 
-One attention function for every transformers model, with the layout of the tokens as an argument.
-
-transformers lets a model call an attention function by name and passes it all keyword arguments of the model's forward.
-tether registers one function, ``tether``, and passes it a *layout*: an object that decides which query sees which key.
-Packed training (`Packed`) and cached decoding (`tether.text.sampling`) are two layouts over the same module, so both
-use the very same weights, and no [rows, width] padding or [tokens, tokens] mask is built.
+Attention: transformers lets a model call an attention function by name, and passes it all keyword arguments of the
+model's forward. tether registers one function, ``tether``, and passes it a *layout*: an object that decides which query
+attends to which key. Packed training (`Packed`) and cached decoding (`tether.text.sampling`) are two layouts over the
+same module, so both use the same weights, and no [rows, width] padding or [tokens, tokens] mask is built.
 
 Legend: N = tokens of all sequences, concatenated, H = query heads, K = key/value heads (H = K * G), D = head size.
 
-RMS norms and gated MLPs that replace transformers' modules before a model is used; parameters and names stay.
+RMS norm: transformers uses six tensor operations; autograd saves most of their results and differentiates each of them.
+`RMSNorm` saves one number per row. It also is exact in float64, where transformers' norms compute in float32: a prompt
+that several responses share then has exactly the same gradient as when it is repeated.
 
-transformers computes an RMS norm with six tensor operations; autograd saves most of their results and differentiates
-each of them. Here one number per row is saved. It is also exact in float64, where transformers' norms compute in
-float32: a prompt that several responses share then has exactly the same gradient as when it is repeated. A gated MLP,
-``down(silu(gate(x)) * up(x))``, also saves less for the backward pass.
+Gated MLP: ``down(silu(gate(x)) * up(x))`` also saves less for the backward pass.
 
-Rotary positions are rotated in a single operation, forward and backward: transformers computes the rotation with half a
-dozen tensor operations each for queries and keys, whose intermediate results autograd saves.
+Rotary embedding: a single operation rotates queries and keys, forward and backward; transformers uses half a dozen
+tensor operations for each, whose intermediate results autograd saves.
 
-How many positions of a model turn by the same angles, whichever rows stand beside them.
+Limit on positions: transformers computes the angles of ``longrope`` and ``dynamic`` rotary embeddings from the longest
+row of a batch. One row beyond the original length would change the angles of all rows that are packed with it, and a
+sequence that grows beyond it would no longer match its own cached keys. Such models are limited to their original
+length.
 
-transformers computes the angles of ``longrope`` and ``dynamic`` positions from the longest row of a batch. One row
-beyond the original length turns the tokens of every row that is packed with it, and a sequence that grows beyond that
-length no longer fits its own cached keys. Such models are run up to their original length.
-
-With gradient checkpointing, layers store only their inputs, and run again in the backward pass.
+Gradient checkpointing: layers store only their inputs, and run again in the backward pass.
 """
 
 from __future__ import annotations
@@ -50,14 +47,14 @@ from tether.kernels import AttentionLayout, AttentionSpec, kernels_for
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """Return the most tokens of prompt and response together, or None for a model without a limit."""
+    """Return the maximum number of tokens of prompt and response together; None for a model without a limit."""
     text = config.get_text_config()
     lengths = (getattr(text, "max_position_embeddings", None), original_length(config))
     return min((length for length in lengths if length is not None), default=None)
 
 
 def original_length(config: PreTrainedConfig) -> int | None:
-    """Return the length up to which the angles do not depend on the longest row, or None where they never do."""
+    """Return the length up to which rotary angles do not depend on the longest row; None if they never do."""
     text = config.get_text_config()
     lengths = []
     for rope in _rope_parameters(text):
@@ -70,14 +67,14 @@ def original_length(config: PreTrainedConfig) -> int | None:
 
 
 def _rope_parameters(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The rotary settings of a config: one mapping, or one for each kind of layer."""
+    """Return the rotary settings of a config: one mapping, or one for each kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [one for one in rope.values() if isinstance(one, Mapping)]
     yield from nested if "rope_type" not in rope and nested else [rope]
 
 
 def limit_positions(model: PreTrainedModel) -> None:
-    """Make a model refuse positions beyond its original length where its angles would depend on the longest row."""
+    """Make a model refuse positions beyond its original length if its rotary angles would depend on the longest row."""
     limit = original_length(model.config)
     if limit is None:
         return
@@ -110,7 +107,7 @@ OFFSETS = {
     "Gemma2RMSNorm": 1.0,
     "Gemma3RMSNorm": 1.0,
 }
-"""transformers' module -> offset that it adds to its weight. With offset 0 it rounds before the weight, else after."""
+"""transformers' module -> offset that it adds to its weight. With 0 it rounds before it multiplies, otherwise after."""
 GATED_MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
 """transformers' modules that are gated MLPs."""
 
@@ -208,10 +205,10 @@ class RotaryAttention(nn.Module):
         attention_mask: Tensor | None = None,
         *,
         attention_layout: AttentionLayout | None = None,
-        **kwargs: Any,  # position ids, the cache (named by the version of transformers), and so on
+        **kwargs: Any,  # position ids, the cache (its name depends on transformers' version), and so on
     ) -> tuple[Tensor, Tensor | None]:
-        """Return [R, Q, E] for hidden states [R, Q, E], cosine and sine [R, Q, D]; without a layout, as transformers
-        does."""
+        """Return [R, Q, E] for hidden states [R, Q, E], cosine and sine [R, Q, D]; without a layout, compute as
+        transformers does."""
         if attention_layout is None:
             attended: tuple[Tensor, Tensor | None] = self._without_layout(
                 self, hidden_states, position_embeddings, attention_mask, **kwargs
@@ -242,10 +239,10 @@ ATTENTION_NAME = "tether"
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences concatenated in one row of N tokens; each attends causally to itself alone.
+    """Sequences concatenated in one row of N tokens; each attends causally to itself only.
 
     Sequences may share a prefix, as the responses to one prompt do: `prefixes` defines which segment continues which
-    one, and a segment that others continue is not a sequence of its own. The layers then process a shared prompt once.
+    one, and a segment that others continue is not a sequence by itself. The layers then process a shared prompt once.
     """
 
     lengths: tuple[int, ...]
@@ -300,7 +297,7 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_interface)
 
 
 def use_tether_attention(model: PreTrainedModel) -> None:
-    """Make a model use layouts, and replace its norms, rotations and gated MLPs.
+    """Make a model use layouts, and replace its norms, rotary embeddings and gated MLPs.
 
     Its forward then requires a layout as ``attention_layout=``.
     """
@@ -311,18 +308,18 @@ def use_tether_attention(model: PreTrainedModel) -> None:
     limit_positions(model)
 
 
-FUNCTION = "_gradient_checkpointing_func"  # attribute in which transformers' layers look for it
+FUNCTION = "_gradient_checkpointing_func"  # attribute in which transformers' layers look for the function
 LARGE = 1 << 21  # bytes of a large page
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute each layer in the backward pass; effective in train mode, without changing gradients."""
+    """Recompute each layer in the backward pass; it takes effect in train mode and does not change gradients."""
     enable = (
         getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    )  # depends on the version
+    )  # depends on transformers' version
     enable({"use_reentrant": False})
-    # transformers makes the embeddings require a gradient with a local function that cannot be pickled. Only reentrant
-    # checkpointing needs that.
+    # transformers makes the embeddings require a gradient through a local function, which cannot be pickled. Only
+    # reentrant checkpointing needs it.
     model.disable_input_require_grads()
     for module in model.modules():
         if hasattr(module, FUNCTION):
@@ -330,12 +327,12 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
 
 
 def in_own_pages(x: Any) -> Any:
-    """Return the tensor in memory pages of its own, if it is large and in Linux's main memory.
+    """Return the tensor in separate memory pages, if it is large and in Linux's main memory.
 
-    Stored tensors would otherwise be interleaved with freed ones in malloc's memory and leave holes that are too small
-    for the next layer, so that the peak of an update would be far above the memory in use.
+    Stored tensors would otherwise be interleaved with freed ones in malloc's memory, which leaves holes that are too
+    small for the next layer, so that the peak of an update would be far above the memory in use.
     """
-    if not isinstance(x, Tensor):  # GPT-2 hands its layers None by position
+    if not isinstance(x, Tensor):  # GPT-2 passes None to its layers by position
         return x
     is_moved = sys.platform == "linux" and x.device.type == "cpu" and x.nbytes >= LARGE
     return _InOwnPages.apply(x) if is_moved else x

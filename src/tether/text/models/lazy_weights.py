@@ -1,4 +1,4 @@
-"""Models whose weights are still in files: each rank reads its shard, and no process ever has all of them."""
+"""Models whose weights are left in files: each rank reads only its shard, and no process ever has all weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tether.text.models.model_path import weight_files
 
 
 class LazyWeight(nn.Parameter):
-    """Placeholder for a weight in a file, with its shape and the memory of one number."""
+    """Placeholder for a weight in a file; it has the shape of the weight and uses the memory of one number."""
 
     file: Path
     key: str
@@ -51,7 +51,7 @@ def lazy_model(
     weights: dict[int, nn.Parameter] = {}
     for parameter in model.parameters():
         saved_names = [name for name in names[id(parameter)] if name in files]
-        # Tied weights that were both saved may differ: then they are no longer tied.
+        # Tied weights that were saved separately may differ; then they must not be tied.
         if len(saved_names) != 1 or files[saved_names[0]][1] != list(parameter.shape):
             return None
         weights[id(parameter)] = _lazy_weight(parameter, device, files[saved_names[0]][0], saved_names[0])
@@ -69,7 +69,7 @@ def lazy_model(
 
 
 def has_lazy_weights(model: nn.Module) -> bool:
-    """Return whether a weight of the model is still in a file."""
+    """Return whether a weight of the model is still in its file."""
     return any(isinstance(parameter, LazyWeight) for parameter in model.parameters())
 
 
@@ -87,8 +87,7 @@ def allocate_weights(module: nn.Module) -> None:
 
 @torch.no_grad()
 def read_rows(requests: Iterable[tuple[tuple[Path, str], int, Tensor]]) -> int:
-    """Fill tensors with rows of weights, given the weight's file and key, its first row, and the tensor; returns the
-    bytes read."""
+    """Fill tensors with rows of weights, and return the bytes read; a request is (file and key, first row, tensor)."""
     by_file: dict[Path, list[tuple[str, int, Tensor]]] = {}
     for (file, name), first, rows in requests:
         by_file.setdefault(file, []).append((name, first, rows))
@@ -120,7 +119,7 @@ def _weights_of(folder: Path) -> Mapping[str, tuple[Path, list[int]]]:
     """Return name -> file and shape."""
     weights: dict[str, tuple[Path, list[int]]] = {}
     for file in weight_files(folder):
-        # Reported when the model is loaded by transformers.
+        # An invalid file is reported when transformers loads the model.
         with suppress(OSError, SafetensorError), safe_open(file, "pt") as opened:
             weights |= {name: (file, opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     return weights

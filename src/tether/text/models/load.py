@@ -26,7 +26,7 @@ from tether.text.models.packing_check import disable_dropout, prepare_for_packin
 
 CRITIC_CLASSES = ("ForTokenClassification", "ForSequenceClassification")
 """Suffixes of the class names of saved critics."""
-_ALIGNMENT = 64  # PyTorch's allocator aligns to it
+_ALIGNMENT = 64  # bytes; the alignment of PyTorch's allocator
 
 
 def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Tokenizer:
@@ -34,7 +34,7 @@ def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Toke
 
     Args:
         path: result of `tether.text.models.model_path.resolve_model_path`.
-        trust_remote_code: run Python that the model's author ships with it.
+        trust_remote_code: whether to run Python code of the model's repository.
 
     Raises:
         ValueError: there is no tokenizer, or it has no end-of-sequence token.
@@ -65,16 +65,16 @@ def load_causal_lm(
     auto_class: object = AutoModelForCausalLM,
     lazy_device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """Load a causal LM in eval mode with every dropout at 0, and compare its packing with separate sequences.
+    """Load a causal LM in eval mode with every dropout at 0, and compare packed with separate sequences.
 
     Args:
         path: result of `tether.text.models.model_path.resolve_model_path`.
         dtype: dtype of the weights.
-        trust_remote_code: run Python that the model's author ships with it.
+        trust_remote_code: whether to run Python code of the model's repository.
         override_config: entries of the model's config to replace.
         auto_class: class that loads the weights, possibly user-defined.
-        lazy_device: leave the weights in their files, for later use on this device, if
-            `tether.text.models.lazy_weights` supports it; the caller then compares the packing after reading them.
+        lazy_device: if set, leave the weights in their files, for use on this device, where
+            `tether.text.models.lazy_weights` supports it; the caller then compares packing after reading them.
 
     Raises:
         ValueError: the model does not exist, the checkpoint lacks weights, an entry to override is unknown, the model
@@ -115,9 +115,10 @@ def load_config(
 
     Args:
         path: result of `tether.text.models.model_path.resolve_model_path`.
-        trust_remote_code: run Python that the model's author ships with it.
+        trust_remote_code: whether to run Python code of the model's repository.
         override_config: entries to replace.
-        own_class: prefer transformers' class over the author's where transformers has one for this type of model.
+        own_class: prefer transformers' class to the one in the repository, if transformers has one for this model
+            type.
 
     Raises:
         ValueError: there is no config, or an entry to replace does not exist.
@@ -144,7 +145,7 @@ def _kind(path: Path | str) -> object:
 
 
 def override(config: PreTrainedConfig, entries: Mapping[str, object], path: Path | str) -> None:
-    """Replace entries of a config in place; unknown entries and those without effect are refused.
+    """Replace entries of a config in place; refuse unknown entries and those without effect.
 
     Raises:
         ValueError: the message names the entry, and a similar one or the setting to use instead.
@@ -222,7 +223,7 @@ def from_checkpoint(
 
 
 def _check_kind(auto_class: Any, path: Path | str, config: PreTrainedConfig) -> None:
-    """Refuse quantized weights, and models of which transformers has no class of this kind."""
+    """Refuse quantized weights, and models for which transformers has no class of this kind."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization.quant_method
@@ -241,7 +242,8 @@ def _check_kind(auto_class: Any, path: Path | str, config: PreTrainedConfig) -> 
 
 @contextmanager
 def _explain_import_errors(path: Path | str, config: PreTrainedConfig, *, trusted: bool) -> Iterator[None]:
-    """Explain what to set if a model's code was written for an older transformers, which has its own class by now."""
+    """Explain the setting to change if a repository's code needs an older transformers, which by now has its own
+    class."""
     try:
         yield
     except ImportError as error:
@@ -266,16 +268,16 @@ def _copied(name: Path | str, dtype: torch.dtype, override_config: Mapping[str, 
     if override_config:
         raise ValueError("override_config: the model is an object, whose config is its own. Leave it out.")
     model = _own_model(name)
-    # Only weights are converted: rotary frequencies in bfloat16 would rotate distant tokens by other angles.
+    # Buffers keep their dtype: rotary frequencies in bfloat16 would change the angles of distant tokens.
     weights = {id(p): nn.Parameter(p.detach().to(dtype, copy=True), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, weights)
 
 
 def _align(model: PreTrainedModel) -> None:
-    """Copy unaligned float32 weights, whose addresses follow from the layout of a file, to aligned memory.
+    """Copy float32 weights that are not aligned, because a file determines their addresses, to aligned memory.
 
-    On some processors, the rounding of MKL's products of a single row or column depends on the address: a model would
-    not compute bitwise the same after saving and loading.
+    On some processors, the rounding of MKL's products of a single row or column depends on the address, so a model's
+    results would not be bitwise the same after saving and loading.
     """
     for parameter in model.parameters():
         if parameter.dtype == torch.float32 and parameter.data_ptr() % _ALIGNMENT:
@@ -284,9 +286,9 @@ def _align(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _loading(what: str, fix: str, *, own_code: bool, more: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn an error that a library raises for broken model files into one sentence.
+    """Convert an error that a library raises for broken model files to a ValueError with one sentence.
 
-    An error of an author's code may be a bug, so it keeps its traceback.
+    An error in a repository's own code may be a bug, so it keeps its traceback.
     """
     expected: tuple[Any, ...] = (OSError, ValueError, SafetensorError, *more)
     try:
@@ -304,13 +306,13 @@ def _loading(what: str, fix: str, *, own_code: bool, more: tuple[type[Exception]
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
-    """Return the model class that a config names first, or an empty string if it names none."""
+    """Return the first model class that a config names; empty if it names none."""
     named = config.architectures
     return str(named[0]) if isinstance(named, list) and named else ""
 
 
 def _first_line(error: Exception) -> str:
-    if isinstance(error, StrictDataclassError):  # the first line of which is a heading
+    if isinstance(error, StrictDataclassError):  # its first line is a heading
         return " ".join(str(error).split())
     if isinstance(error, OSError | ImportError) or type(error) is ValueError:
         return str(error).strip().splitlines()[0].rstrip(".")

@@ -2,7 +2,8 @@
 
 The adapters are inserted into the model itself, without a wrapper, so everything that accepts a transformers model
 (layouts, log-probs, the critic's head, generation) accepts one with LoRA. peft is called directly: methods of
-transformers such as ``model.add_adapter`` check peft's version, and that of transformers 5.24 is not released.
+transformers such as ``model.add_adapter`` check peft's version, and transformers 5.24 requires one that is not
+released.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ _ADAPTER = "default"
 _PREFIX = "base_model.model."
 """Prefix that peft adds to the names of weights in a file."""
 _HEADS = ("classifier", "score")
-"""The modules that peft trains whole in a classifier."""
+"""The heads that peft trains fully in a classifier."""
 _OF_PLAIN_LORA = (
     *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     "fan_in_fan_out",
 )
-"""The entries of an adapter's config that say what it computes."""
+"""Entries of an adapter's config that determine what it computes."""
 _UNREAD = {
     *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version"),
     *("inference_mode", "lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
     *("megatron_config", "megatron_core", "runtime_config"),
 }
-"""The entries that name it, or act in its training alone."""
+"""Entries that only describe an adapter, or only affect training in peft."""
 _CHANGE_NO_BASE = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` that leave the base model's weights; PiSSA and others move a part into the adapter."""
+"""Values of `init_lora_weights` that do not change the base model; PiSSA and others move part of it to the adapter."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,14 @@ class LoraOptions:
     alpha: int = 16
     target_modules: str | tuple[str, ...] = "all-linear"
     """Names of linear layers (``q_proj``, ...), a regular expression of full names, or all except the output head.
-    Experts in one fused tensor and routers are not linear layers and stay frozen; so do layers that peft takes for
-    experts by their names (the shared experts of DeepSeek)."""
+    Experts in one fused tensor and routers are not linear layers and stay frozen; so do layers whose names peft
+    mistakes for experts (the shared experts of DeepSeek)."""
     exclude_modules: str | tuple[str, ...] = ()
     """Names, or a regular expression of full names, of layers to exclude."""
 
 
 def names_or_pattern(named: tuple[str, ...]) -> str | tuple[str, ...]:
-    """Return modules of the configuration as `LoraOptions` takes them: one alone that is no name is a pattern."""
+    """Convert configured module names for `LoraOptions`: a single entry that is not a plain name is a pattern."""
     return named[0] if len(named) == 1 and not re.fullmatch(r"(?!all-linear$)[\w.]+", named[0]) else named
 
 
@@ -80,7 +81,8 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
     The initial adapters are drawn from torch's global random state.
 
     Raises:
-        ValueError: the rank is below 1, a name or pattern matches no linear layer, or peft adapts another layer by it.
+        ValueError: the rank is below 1, or a name or pattern matches no linear layer, or matches one of another type
+            that peft would adapt.
     """
     if options.rank < 1:
         raise ValueError(f"lora_rank={options.rank}: must be at least 1 (0 in the config means no LoRA at all).")
@@ -109,9 +111,10 @@ def _config_of(model: PreTrainedModel, **options: Any) -> LoraConfig:
     name = model.name_or_path or ""
     base = Path(name)
     return LoraConfig(
-        # peft's own loader looks for it from any folder; a hub id is no path, and a model of this process has no name
+        # Absolute, so that peft can load it from any folder; a hub id is not a path, and a model of this process has no
+        # name.
         base_model_name_or_path=str(base.resolve()) if name and base.exists() else name,
-        # all-linear excludes the output head of the one, the value head of the other
+        # With all-linear, SEQ_CLS excludes the value head, CAUSAL_LM the output head.
         task_type=TaskType.SEQ_CLS if _is_critic(model) else TaskType.CAUSAL_LM,
         **options,
     )
@@ -128,13 +131,13 @@ def _is_critic(model: PreTrainedModel) -> bool:
 
 
 def _layers_with_adapter(model: PreTrainedModel, config: LoraConfig) -> tuple[list[str], list[str]]:
-    """Return the names of the linear and of all other modules that peft would adapt, tried on a copy without weights.
+    """Return the names of linear and of other modules that peft would adapt, determined on a copy without weights.
 
-    Of some mixtures peft takes names of layers for those of fused experts and routers.
+    In some mixtures peft interprets layer names as those of fused experts and routers.
     """
     empty = copy.deepcopy(model, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()})
     try:
-        with warnings.catch_warnings(action="ignore"):  # about ranks of experts that get no adapter
+        with warnings.catch_warnings(action="ignore"):  # warnings about ranks of experts without an adapter
             inject_adapter_in_model(copy.deepcopy(config), empty, _ADAPTER)
     except ValueError as error:
         raise ValueError(f"target_modules={config.target_modules}: {error}") from error
@@ -148,8 +151,9 @@ def _last_names(layers: list[str]) -> str:
 
 
 def load_lora(model: PreTrainedModel, directory: Path) -> None:
-    """Insert adapters as `add_lora` does, and load them, and a critic's head, from a directory of `save_adapter` or
-    peft; a directory without a head leaves that of the critic. Dropout is off.
+    """Insert adapters as `add_lora` does, and load them and a critic's head from a directory of `save_adapter` or peft.
+
+    A directory without a head leaves the critic's unchanged. Dropout is off.
 
     Raises:
         ValueError: there is no adapter, it is not plain LoRA, or it belongs to another model.
@@ -181,7 +185,7 @@ def load_lora(model: PreTrainedModel, directory: Path) -> None:
 
 
 def _plain_config(model: PreTrainedModel, directory: Path) -> LoraConfig:
-    """Return the config of the adapter in a directory, without what acts in peft's training alone."""
+    """Return the config of the adapter in a directory, without entries that only affect training in peft."""
     given = LoraConfig.from_pretrained(str(directory))
     plain = _config_of(model, **{name: getattr(given, name) for name in _OF_PLAIN_LORA})
     found, expected = given.to_dict(), plain.to_dict()
@@ -189,7 +193,7 @@ def _plain_config(model: PreTrainedModel, directory: Path) -> LoraConfig:
     expected["init_lora_weights"] = False
     if _is_critic(model):
         found["modules_to_save"] = sorted({*(given.modules_to_save or ())}.difference(_HEADS)) or None
-    # peft leaves an empty list here and there where the default is none
+    # peft writes an empty list for some entries whose default is None.
     unlike = [name for name in found.keys() - _UNREAD if (found[name] or None) != (expected.get(name) or None)]
     if unlike:
         name = min(unlike)
@@ -201,11 +205,11 @@ def _plain_config(model: PreTrainedModel, directory: Path) -> LoraConfig:
 
 
 def _load_head(critic: PreTrainedModel, weights: dict[str, Tensor]) -> None:
-    """Move the weights of the head out of those of an adapter into a critic."""
+    """Move the weights of a head from those of an adapter into a critic."""
     head = value_head_of(critic)
     names = {name: f"{_PREFIX}{_head_name(critic)}.{name}" for name in head.state_dict()}
     if weights.keys() >= set(names.values()):
-        # Copies are aligned, as those of other weights; the own weights may not have been read from their file.
+        # Copied to align them like other weights; the critic's own may still be lazy.
         state = {name: weights.pop(key).to(critic.device, critic.dtype, copy=True) for name, key in names.items()}
         head.load_state_dict(state, assign=True)
 
@@ -217,7 +221,7 @@ def _head_name(critic: PreTrainedModel) -> str:
 
 @contextmanager
 def adapter_off(model: PreTrainedModel) -> Iterator[None]:
-    """Disable the adapters inside the context, where the model is exactly what it was before `add_lora`: the
+    """Disable the adapters within the context: the model is then exactly what it was before `add_lora`, the
     reference."""
     adapted = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
     for layer in adapted:
@@ -230,8 +234,8 @@ def adapter_off(model: PreTrainedModel) -> Iterator[None]:
 
 
 def save_adapter(model: PreTrainedModel, directory: Path) -> None:
-    """Write only the adapters and a critic's head, in peft's format, without weights on the meta device."""
-    config: Any = copy.copy(model.peft_config[_ADAPTER])  # transformers declares few of its entries
+    """Write only the adapters and a critic's head, in peft's format; weights on the meta device are left out."""
+    config: Any = copy.copy(model.peft_config[_ADAPTER])  # transformers declares few of its fields
     state = get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
     if _is_critic(model):
         of_tokens = type(model).__name__.endswith("ForTokenClassification")
@@ -245,11 +249,11 @@ def save_adapter(model: PreTrainedModel, directory: Path) -> None:
 
 
 def save_merged(model: PreTrainedModel, directory: Path) -> None:
-    """Write the model with its adapters merged into the weights, as a plain Hugging Face directory; weights on the meta
-    device are left out, as in `tether.text.models.save.write_model`.
+    """Write the model with its adapters merged into the weights, as a plain Hugging Face directory.
 
-    The model itself is unchanged: merging in place and unmerging would not restore the same floats. This needs the
-    memory of one more copy of the adapted layers.
+    Weights on the meta device are left out, as in `tether.text.models.save.write_model`. The model itself is unchanged,
+    because merging in place and unmerging would not restore the same floats. This needs memory for one more copy of the
+    adapted layers.
     """
     with torch.device("meta"):
         plain = type(model)(model.config)
@@ -260,8 +264,8 @@ def save_merged(model: PreTrainedModel, directory: Path) -> None:
 
 
 def merged_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the state dict of the class without LoRA, with merged adapters; layers without one share memory with the
-    model."""
+    """Return the state dict of the class without LoRA, with adapters merged; layers without an adapter share memory
+    with the model."""
     state = model.state_dict()
     for name, layer in _adapted(model).items():
         of_layer = {key: state.pop(key) for key in list(state) if key.startswith(f"{name}.")}
@@ -306,7 +310,7 @@ def _adapted(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 def _check_modules(model: PreTrainedModel, key: str, named: str | tuple[str, ...]) -> None:
-    """Refuse names and patterns that peft would ignore."""
+    """Refuse names and patterns that peft would silently ignore."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if named == "all-linear":
         return

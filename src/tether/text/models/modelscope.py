@@ -25,7 +25,7 @@ FIX = (
 
 @cache
 def modelscope_directory(name: str, cache_dir: Path) -> Path:
-    """Download a model, or what is missing of it; asked once in a process.
+    """Download a model, or its missing files; a process asks ModelScope only once.
 
     If ModelScope cannot be reached, a complete earlier download is used, with a warning.
 
@@ -34,7 +34,7 @@ def modelscope_directory(name: str, cache_dir: Path) -> Path:
         cache_dir: tether's cache; MODELSCOPE_CACHE takes precedence.
 
     Raises:
-        ValueError: ModelScope does not have it, or cannot be reached, or the disk is full.
+        ValueError: ModelScope does not have the model, cannot be reached, or the disk is full.
     """
     with writing(cache_dir, "make room, or name another folder by TETHER_CACHE"), asking_modelscope(f"{name}:", FIX):
         try:
@@ -51,7 +51,7 @@ def modelscope_directory(name: str, cache_dir: Path) -> Path:
 
 @cache
 def check_on_modelscope(name: str, cache_dir: Path) -> None:
-    """Ask for the list of a model's files, unless it is in the cache; nothing is downloaded.
+    """Query the list of a model's files, unless the model is in the cache; nothing is downloaded.
 
     Raises:
         ValueError: as for `modelscope_directory`, or the repository has no config.json.
@@ -69,7 +69,7 @@ def _note(name: str, cache_dir: Path) -> Path:
 
 
 def _note_download(name: str, cache_dir: Path, folder: Path) -> None:
-    """Record the files of a complete download, which the client does not distinguish from an interrupted one."""
+    """Record the files of a complete download, because the client cannot tell it from an interrupted one."""
     note = _note(name, cache_dir)
     note.parent.mkdir(parents=True, exist_ok=True)
     note.write_text(json.dumps({"folder": str(folder), "files": _files(folder)}))
@@ -87,6 +87,6 @@ def _downloaded(name: str, cache_dir: Path) -> Path | None:
 
 
 def _files(folder: Path) -> dict[str, list[int]]:
-    """Return size and time of each file; a file of an interrupted download may have the same size as a replaced one."""
+    """Return size and modification time of each file; size alone cannot detect a replaced or incomplete file."""
     states = {str(file.relative_to(folder)): file.stat() for file in folder.rglob("*") if file.is_file()}
     return {name: [state.st_size, state.st_mtime_ns] for name, state in sorted(states.items())}

@@ -1,17 +1,15 @@
 """What a model computes for tokens: hidden states, and from them log-probabilities, entropies and values.
 
-Log-probabilities and entropies do without the [tokens, vocabulary] tensor of logits.
-
-Logits are computed a chunk of the vocabulary at a time, forward and again backward
-(`tether.kernels.vocabulary_chunks`, which has the legend). With z = logits / temperature, p = softmax(z) and y
-the target::
+Log-probabilities and entropies are computed without a [tokens, vocabulary] tensor of logits: one chunk of the
+vocabulary at a time, in the forward and again in the backward pass (`tether.kernels.vocabulary_chunks`, which has the
+legend). With z = logits / temperature, p = softmax(z) and y the target::
 
     log_prob = z_y - logsumexp(z)              d log_prob / dz_v = 1[v = y] - p_v
     entropy  = logsumexp(z) - sum_v p_v z_v    d entropy  / dz_v = -p_v (log p_v + entropy)
 
-Where sampling kept only some tokens (`KeptSets`), the others have p = 0 in all of this.
+If sampling kept only some tokens (`KeptSets`), p is 0 for all other tokens in these formulas.
 
-Where the vocabulary is split over ranks (`VocabularyShard`), each computes the logits of its shard and the sums are
+If the vocabulary is split over ranks (`VocabularyShard`), each rank computes the logits of its shard, and the sums are
 reduced.
 """
 
@@ -52,15 +50,15 @@ class LmHead:
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The head has one shard of the vocabulary, and the other ranks of a group have the others."""
+    """This rank's shard of the head's vocabulary; the other ranks of a group have the other shards."""
 
     first: int
-    """The token of the shard's first row."""
+    """Token id of the shard's first row."""
     group: Any
-    """A group of torch.distributed; None is the default group."""
+    """Process group of torch.distributed; None: the default group."""
 
     def reduce(self, sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return `tether.kernels.vocabulary_chunks.log_sums` of the whole vocabulary from those of the shards."""
+        """Reduce the shards' `tether.kernels.vocabulary_chunks.log_sums` to those of the whole vocabulary."""
         target_z, top, mass, moment, square = sums
         highest = top.clone()
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
@@ -112,7 +110,7 @@ def lm_head_of(model: PreTrainedModel) -> LmHead:
 
 
 def logits_of(hidden: Tensor, head: LmHead) -> Tensor:
-    """Return all logits [..., V], for the few positions where they are needed."""
+    """Return all logits [..., V]; only for a few positions, because of their size."""
     logits = nn.functional.linear(hidden, head.weight, head.bias) * head.scale
     return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
 
@@ -131,30 +129,30 @@ def token_log_probs(
 ) -> LogProbs:
     """Return each target's log-prob under ``softmax(logits / temperature)``, differentiable in `hidden` and `head`.
 
-    The matmuls run in the dtype of `hidden`, or of autocast where it is on; all else in at least float32. The result
-    does not depend on `chunk_size` except for the order of floating-point sums.
+    The matmuls run in the dtype of `hidden`, or of autocast if it is on; everything else in at least float32. The
+    result does not depend on `chunk_size` except for the order of floating-point sums.
 
     Args:
         hidden: [N, E] output of the backbone at the position before each target.
         head: the output head, from `lm_head_of`.
         targets: [N] token ids.
         temperature: divides the logits of everything that is returned; greater than 0.
-        candidates: the tokens that each of the N could be sampled from; all results are of the distribution over these
-            alone. None means all tokens.
+        candidates: the tokens that could be sampled at each of the N positions; all results are those of the
+            distribution over these tokens. None means all tokens.
         with_entropy: also return the entropy, with gradient.
         with_sum_pi_squared: also return sum_v p_v^2, without gradient.
         chunk_size: vocabulary entries per chunk; by default as many as fit a chunk in the CPU's cache.
-        shard: where the head's rows are in the vocabulary, if it has only some; `targets` and `candidates` are of the
-            whole. The gradient of `hidden` then is the shard's, and has to be summed over the ranks.
+        shard: the shard of the vocabulary that the head has, if not all; `targets` and `candidates` still refer to the
+            whole vocabulary. The gradient of `hidden` is then that of the shard, and has to be summed over the ranks.
     """
     assert temperature > 0, "greedy has no log-probs"
     dtype = matmul_dtype(hidden)
-    with torch.autocast(hidden.device.type, enabled=False):  # it would cast the sums inside
+    with torch.autocast(hidden.device.type, enabled=False):  # autocast would cast the sums inside
         log_probs, entropy, sum_pi_squared = _TokenLogProbs.apply(
             hidden.to(dtype),
             head.weight,
             head.bias,
-            targets if shard is None else targets - shard.first,  # a target outside the rows is in another shard
+            targets if shard is None else targets - shard.first,  # targets outside of these rows are in other shards
             LogitTransform(head.scale, head.softcap, temperature),
             candidates if shard is None or candidates is None else shard.restrict(candidates),
             chunk_size or default_chunk_size(hidden),
@@ -242,7 +240,7 @@ def hidden_states(
         model: a causal LM or critic with tether's attention enabled.
         input_ids: [R, S] token ids.
         position_ids: [R, S] positions in their sequences, as in `Packed.position_ids`.
-        layout: which token sees which one.
+        layout: which tokens each token attends to.
         choice: records or replays the experts of the tokens.
 
     Raises:
@@ -272,8 +270,8 @@ def value_head_of(critic: PreTrainedModel) -> nn.Module:
 def values_from_hidden(hidden: Tensor, head: nn.Module) -> Tensor:
     """Return values [N], in at least float32, for hidden states [N, E].
 
-    The value before a response token is the output at the position before it. The head runs in its own dtype also
-    under autocast: bfloat16 would round a value near 1 to steps of 0.008.
+    The value before a response token is the output at the position before it. The head runs in its own dtype, also
+    under autocast, because bfloat16 would round a value near 1 to steps of 0.008.
     """
     weight = next(head.parameters())
     with torch.autocast(hidden.device.type, enabled=False):

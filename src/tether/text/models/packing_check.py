@@ -1,8 +1,8 @@
 """Runs a transformers model over packed sequences, and verifies at load time that it keeps them separate.
 
-A model class whose attention does not go through transformers' attention functions would let packed sequences see each
-other, or sample each token from the one before alone, and nothing would fail: rewards would merely learn worse. So
-every model that is loaded is tested once.
+If a model class does not use transformers' attention functions, packed sequences would attend to each other, and
+sampled tokens might depend only on the token before, without any error: rewards would merely improve less. So every
+model is tested once when it is loaded.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from tether.text.models.output import hidden_states, lm_head_of, logits_of
 
 SELF_TEST_LENGTHS = (7, 12)
 SELF_TEST_WINDOW = 4
-"""Tokens of windows and chunks during the test, so that both sequences cross them."""
+"""Size of attention windows and chunks during the test, so that both sequences are longer."""
 DECODED = 2
-"""Last tokens of each sequence that the test also runs one at a time over cached keys, as the sampler does."""
+"""Number of last tokens of each sequence that the test also runs one at a time over cached keys, as the sampler
+does."""
 SELF_TEST_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Relative error that rounding may cause, averaged over the tokens of a sequence (transformers' eager softmax computes
 in float32 even in a float64 model). SmolLM2-135M has 1e-6 in float32 and 0.02 in bfloat16; a leak causes 0.3, or 1
@@ -46,11 +47,12 @@ class PackingDiffers(ValueError):
 
 
 def prepare_for_packing(model: PreTrainedModel) -> None:
-    """Check that all weights are finite, and run `compare_packing`, again in float32 where 16 bits differ too much."""
+    """Check that all weights are finite, and run `compare_packing`, again in float32 if 16-bit results differ too
+    much."""
     _check_finite(model)
     try:
         compare_packing(model, model.dtype)
-    except PackingDiffers:  # a leak, or the rounding of a model whose training has made large activations
+    except PackingDiffers:  # a leak, or rounding in a model with large activations
         if model.dtype not in (torch.bfloat16, torch.float16):
             raise
         with _in_float32(model):
@@ -59,7 +61,7 @@ def prepare_for_packing(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _in_float32(model: PreTrainedModel) -> Iterator[None]:
-    """Convert a model for as long as this lasts; the conversion back is exact."""
+    """Convert a model to float32 within the context; the conversion back is exact."""
     tensors = [*model.parameters(), *model.buffers()]
     dtypes = [tensor.dtype for tensor in tensors]
     model.float()
@@ -71,10 +73,10 @@ def _in_float32(model: PreTrainedModel) -> Iterator[None]:
 
 
 def compare_packing(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Switch tether's attention on and compare it with transformers' own: two short sequences, with short windows.
+    """Enable tether's attention and compare it with transformers' own, on two short sequences with short windows.
 
-    The packed hidden states are compared and, of a causal LM, the logits that `lm_head_of` leads to, and the hidden
-    states of the last tokens when they are run one at a time over the cached keys of those before them.
+    Three results are compared: the packed hidden states, the logits of a causal LM by `lm_head_of`, and the hidden
+    states of the last tokens when they run one at a time over the cached keys of the tokens before them.
 
     Raises:
         PackingDiffers: they differ.
@@ -131,7 +133,7 @@ def _check_decoded(model: PreTrainedModel, decoded: Tensor | None, expected: Ten
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Shorten the windows and chunks of attention that a model's sequences can cross, for as long as this lasts."""
+    """Within the context, shorten the attention windows and chunks that a model's sequences can exceed."""
     longest = context_length(model.config) or sys.maxsize
     configs: dict[object, object] = {
         id(module.config): module.config for module in model.modules() if "config" in vars(module)
@@ -146,7 +148,7 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
     ]
     try:
         for key, name, _ in before:
-            vars(holders[key])[name] = SELF_TEST_WINDOW  # not by setattr: a config would check it against the rest
+            vars(holders[key])[name] = SELF_TEST_WINDOW  # not by setattr, which a config validates
         yield
     finally:
         holders |= dict(model.named_modules())  # some were replaced meanwhile
@@ -159,7 +161,7 @@ def _check_finite(model: PreTrainedModel) -> None:
 
 
 def is_finite(weight: Tensor) -> bool:
-    """Return whether a tensor has no NaN and no infinity, using its minimum and maximum to avoid a second tensor."""
+    """Return whether a tensor has no NaN and no infinity; minimum and maximum avoid a second tensor of its size."""
     return not weight.numel() or all(bound.isfinite().item() for bound in weight.detach().aminmax())
 
 
@@ -178,7 +180,7 @@ def refuse_broken(model: PreTrainedModel, broken: Sequence[str]) -> None:
 
 
 def _name(model: PreTrainedModel) -> str:
-    """Return the file or folder from which the model was loaded, or else its class."""
+    """Return the file or folder from which the model was loaded, otherwise its class."""
     return str(model.name_or_path or type(model).__name__)
 
 
@@ -217,15 +219,15 @@ class _Caching:
 
 @dataclass(frozen=True)
 class _Decoding:
-    """A layout of one new token for each sequence, over the keys that are cached."""
+    """A layout of one new token for each sequence, over cached keys."""
 
     cache: dict[int, tuple[Tensor, Tensor]]
     """Layer -> keys [R, K, L, D] and values [R, K, L, E]."""
     position: Tensor
-    """[R] of the new tokens."""
+    """[R] position of each new token."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """Attend to the keys up to each token's position; query, key and value have one token a row."""
+        """Attend to the keys up to each token's position; query, key and value have one token per row."""
         keys, values = self.cache[spec.layer]
         rows = torch.arange(len(query), device=query.device)
         keys[rows, :, self.position], values[rows, :, self.position] = key[:, :, 0], value[:, :, 0]
@@ -233,7 +235,8 @@ class _Decoding:
 
 
 def _run_decoded(model: PreTrainedModel, ids: Tensor, layout: _Caching) -> Tensor:
-    """Hidden states [R * DECODED, E] of the last tokens of each sequence, run one at a time; a sequence is a row."""
+    """Return hidden states [R * DECODED, E] of the last tokens of each sequence, run one at a time; a sequence is a
+    row."""
     cache = {layer: (_in_rows(keys), _in_rows(values)) for layer, (keys, values) in layout.cache.items()}
     rows = ids.split(SELF_TEST_LENGTHS)
     hidden = []
@@ -245,7 +248,7 @@ def _run_decoded(model: PreTrainedModel, ids: Tensor, layout: _Caching) -> Tenso
 
 
 def _in_rows(packed: Tensor) -> Tensor:
-    """[1, K, N, D] -> [R, K, L, D], padded with zeros on the right."""
+    """Convert [1, K, N, D] to [R, K, L, D], padded with zeros on the right."""
     parts = [part.transpose(0, 1) for part in packed[0].split(SELF_TEST_LENGTHS, dim=1)]
     return nn.utils.rnn.pad_sequence(parts, batch_first=True).transpose(1, 2).contiguous()
 

@@ -1,7 +1,7 @@
 """Saves a model as a plain Hugging Face directory, written by one process or in shards by several.
 
-A shard is a separate directory with the weights of one process, in which the other weights are on the meta device.
-`join_shards` merges them into one directory. Ranks write in parallel, and none needs the memory for all weights.
+A shard is a separate directory with the weights of one process; all other weights are on the meta device there.
+`join_shards` merges them into one directory. Ranks write in parallel, and none needs memory for all weights.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict, rev
 
 INDEX = "model.safetensors.index.json"
 _OLDER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
-"""What transformers 4 calls a rotary setting where it has another name than elsewhere."""
+"""transformers 4's names of rotary settings, for model types where they differ from the usual ones."""
 _RENAMED = {"qwen3_moe": {"num_local_experts": "num_experts"}}
 """Settings of model types that transformers 5 renamed -> their names in transformers 4."""
 
 
 def write_model(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
-    """Write a model with the weights of `state`, by default its own, without those on the meta device."""
+    """Write a model with the weights in `state`, by default its own; weights on the meta device are left out."""
     weights = dict(model.state_dict() if state is None else state)
     loaded = {name: value for name, value in weights.items() if value.device.type != "meta"}
     if len(loaded) == len(weights):
         model.save_pretrained(folder, state_dict=weights)
         add_older_names(folder)
         return
-    model.save_pretrained(folder, state_dict={})  # only the config, which transformers writes on rank 0 alone
+    model.save_pretrained(folder, state_dict={})  # only the config, which transformers writes on rank 0 only
     if (folder / "config.json").is_file():
         add_older_names(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,15 +43,15 @@ def write_model(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor
 
 
 def adapter_folder(folder: Path) -> Path:
-    """Return the folder of the adapter of a model that is saved merged: ``adapter`` of ``actor``, else
-    ``critic_adapter`` of ``critic``."""
+    """Return the folder for the adapter of a model that is saved merged: ``adapter`` next to ``actor``, and
+    ``critic_adapter`` next to ``critic``."""
     return folder.with_name("adapter" if folder.name == "actor" else f"{folder.name}_adapter")
 
 
 def add_older_names(folder: Path) -> None:
-    """Also write the settings of config.json that transformers 5 renamed by the names that transformers 4 reads.
+    """Add settings of config.json that transformers 5 renamed under the names that transformers 4 reads.
 
-    Version 4, with which many servers and evaluations run, would take its defaults for them without a word.
+    Version 4, which many servers and evaluation tools use, would otherwise silently use its defaults.
     """
     file = folder / "config.json"
     config = json.loads(file.read_text())
@@ -64,22 +64,22 @@ def add_older_names(folder: Path) -> None:
 
 
 def _older_rope(rope: Mapping[str, Any], model_type: str | None) -> dict[str, object]:
-    """The rotary settings as transformers 4 spells them; empty where it has no spelling."""
-    if "full_attention" in rope:  # a base for each kind of layer, as Gemma 3 has
+    """Return the rotary settings in the format of transformers 4; empty if it has none for them."""
+    if "full_attention" in rope:  # a base frequency for each kind of layer, as in Gemma 3
         local = rope.get("sliding_attention") or {}
         return _older_rope(rope["full_attention"], model_type) | {"rope_local_base_freq": local.get("rope_theta")}
     if "rope_theta" not in rope:
         return {}
     apart = ("rope_theta", "partial_rotary_factor")
     scaling: dict[str, object] = {name: value for name, value in rope.items() if name not in apart}
-    if model_type == "phi3" and rope["rope_type"] == "longrope":  # exactly these three
+    if model_type == "phi3" and rope["rope_type"] == "longrope":  # transformers 4 reads exactly these three
         scaling = {"type": "longrope", "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
     is_scaled = rope.get("rope_type", "default") != "default" or "mrope_section" in rope
     return {name: rope[name] for name in apart if name in rope} | {"rope_scaling": scaling if is_scaled else None}
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer so that transformers 4 reads it, too."""
+    """Write a tokenizer in a form that transformers 4 also reads."""
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text())
@@ -87,13 +87,13 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(config.get("extra_special_tokens"), list):  # a dict in transformers 4
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
-    # Version 4 would add token_type_ids, which generate() refuses, and which GPT-2 adds to its inputs without a word.
+    # Version 4 would add token_type_ids, which generate() refuses, and which GPT-2 silently adds to its inputs.
     config.setdefault("model_input_names", tokenizer.model_input_names)
     file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def join_shards(shards: Sequence[Path], folder: Path) -> None:
-    """Merge shards into one directory by moving their files; other files than weights are those of the first shard."""
+    """Merge shards into one directory by moving their files; files other than weights come from the first shard."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [file for shard in shards for file in sorted(shard.glob("model*.safetensors"))]
     if len(files) == 1:

@@ -1,6 +1,4 @@
-"""Checks the LoRA adapter that a model starts from by its description, before any weights are loaded. Imports no
-torch.
-"""
+"""Checks the LoRA adapter that a model starts from by its config, before any weights are loaded. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from tether.text.models.model_path import weight_files
 
 
 def check_adapter(section: str, settings: BackboneConfig, base: Path | str | None = None) -> None:
-    """Refuse the adapter of ``lora_adapter_path`` if it is none, has another size, or belongs to another model.
+    """Refuse a ``lora_adapter_path`` that has no adapter, or one of another size or for another model.
 
     Args:
         section: the section of the model, ``actor_rollout_ref.model`` or ``critic.model``.
@@ -47,13 +45,13 @@ def check_adapter(section: str, settings: BackboneConfig, base: Path | str | Non
 
 
 def _differ(theirs: str, base: Path | str) -> bool:
-    """Whether two models are not the same, as far as their names or weights on this machine show."""
+    """Whether two models differ, as far as their names or local weights show."""
     local = Path(theirs)
     if not local.is_dir():
         return isinstance(base, str) and theirs.count("/") == 1 and theirs.casefold() != base.casefold()
     if isinstance(base, str) or local.resolve() == base.resolve():
         return False
-    from tether.checkpoints import sha256_of  # loads torch, which most checks do without
+    from tether.checkpoints import sha256_of  # it loads torch, which most checks do not need
 
     one, other = weight_files(local), weight_files(base)
     return bool(one) and sha256_of(one) != sha256_of(other)

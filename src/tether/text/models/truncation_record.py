@@ -1,7 +1,7 @@
-"""The tokens that truncated sampling kept, recorded so that training normalises over exactly the same ones.
+"""Records the tokens that truncated sampling kept, so that training normalises over exactly the same tokens.
 
 Top-k and top-p truncate the vocabulary by the sampler's logits. The trainer's logits differ in the last bits, so
-truncating again could keep other tokens; the sampler's choice is replayed instead (the "keep sampling mask" of
+truncating again could keep different tokens; the sampler's choice is replayed instead (the "keep sampling mask" of
 DeepSeek-V3.2, arXiv 2512.02556).
 
 `tether.batch.KeptTokens` describes the storage format.
@@ -41,7 +41,7 @@ class KeptRecorder:
             self._pieces.append((row[~listed], position[~listed], _pack(candidates[~listed]).flatten()))
 
     def result(self, width: int) -> KeptTokens:
-        """Return the record of all rows, of which the longest has `width` positions, on the CPU."""
+        """Return the record of all rows on the CPU; `width` is the number of positions of the longest row."""
         count = self._count[:, :width].clone()
         first, length = _layout(count, self._limit)
         words = count.new_empty(int(length.sum()))
@@ -57,7 +57,7 @@ class KeptSets:
 
     num_positions: int
     token: Tensor  # [K] the listed tokens of all positions, ascending
-    position: Tensor  # [K] where each was kept
+    position: Tensor  # [K] position where each was kept
     masked: Tensor  # [D] positions that have a bit mask
     masks: Tensor  # [D, V / 32]
 
@@ -75,7 +75,7 @@ class KeptSets:
         return cls(len(slots), token, position, masked, masks)
 
     def cut(self, span: slice) -> Tensor:
-        """Return [N, C] bool: which tokens of this range of the vocabulary were not kept."""
+        """Return [N, C] bool: whether each token in this range of the vocabulary was not kept."""
         cut = torch.ones(self.num_positions, span.stop - span.start, dtype=torch.bool, device=self.token.device)
         start, stop = torch.searchsorted(self.token, self.token.new_tensor([span.start, span.stop])).tolist()
         cut[self.position[start:stop], self.token[start:stop] - span.start] = False
@@ -86,12 +86,12 @@ class KeptSets:
 
 
 def _mask_words(vocabulary: int) -> int:
-    """Return the words of a bit mask of the vocabulary, which is the most that a position takes."""
+    """Return the number of words of a bit mask over the vocabulary, the maximum for a position."""
     return -(-vocabulary // _BITS)
 
 
 def _layout(count: Tensor, limit: int) -> tuple[Tensor, Tensor]:
-    """Return [B, T] where the words of each position start in the concatenation of all rows, and how many there are."""
+    """Return [B, T] start of each position's words in the concatenation of all rows, and their number."""
     length = count.clamp(max=limit)
     return length.flatten().cumsum(dim=0).view_as(length) - length, length
 

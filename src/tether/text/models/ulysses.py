@@ -1,8 +1,8 @@
-"""Sequence parallelism with Ulysses (Jacobs et al. 2023, arXiv:2309.14509): ranks share each row of packed tokens.
+"""Sequence parallelism with Ulysses (Jacobs et al. 2023, arXiv:2309.14509): ranks split each row of packed tokens.
 
-Each rank has a slice of the tokens, on which all layers except attention work unchanged. For attention the ranks
-exchange slices of all heads for all tokens of some heads, and back. If there are fewer key heads than ranks, they are
-repeated.
+Each rank has a slice of the tokens, on which all layers except attention work unchanged. For attention, the ranks
+exchange slices, so that each has all tokens of some heads, and exchange them back afterwards. If there are fewer key
+heads than ranks, they are repeated.
 
 Legend: N tokens, S of them on a rank (N / ranks, rounded up), H query heads, K key heads, D head size.
 """
@@ -26,7 +26,7 @@ HEADS, TOKENS = 1, 2  # dimensions of [1, H, N, D]
 
 @dataclass(frozen=True)
 class SequenceRanks:
-    """The ranks that share a row of tokens."""
+    """The ranks that split a row of tokens."""
 
     group: dist.ProcessGroup
     """Process group of the ranks."""
@@ -42,7 +42,7 @@ class SequenceRanks:
         return first, first + each
 
     def sum(self, local: Tensor) -> Tensor:
-        """Return the sum over ranks; differentiable if every rank computes the same from it."""
+        """Return the sum over ranks; differentiable if every rank then computes the same from it."""
         total: Tensor = _Sum.apply(local, self.group)
         return total
 
@@ -55,7 +55,7 @@ class SequenceRanks:
 
 @dataclass(frozen=True)
 class Shared:
-    """A layout of tokens of which each rank has a slice."""
+    """A layout of tokens that are split over ranks."""
 
     layout: AttentionLayout
     tokens: int
@@ -73,7 +73,7 @@ class Shared:
 
 
 def copies_of_keys(heads: int, key_heads: int, ranks: int) -> int:
-    """Return how often each key head is repeated, so that every rank gets those that its query heads need.
+    """Return how often each key head is repeated, so that every rank has the key heads of its query heads.
 
     Raises:
         ValueError: the query heads cannot be split over the ranks.
@@ -119,4 +119,4 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None  # every rank has the full gradient of the sum, of which it contributed one term
+        return grad, None  # every rank has the full gradient of the sum, which is that of its own term

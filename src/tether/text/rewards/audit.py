@@ -23,15 +23,15 @@ TRUTH = "ground truth"
 FORMATS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>", "Answer: {}", "The answer is {}.")
 """Formats in which rewards expect an answer; for each `data_source` the one with the highest score is used."""
 FAULT_SHARE, WARNING_SHARE = 0.5, 0.2
-"""Score of a wrong kind of reply from which it is a fault or a warning, where the worst kind's mean is 0 and the ground
-truth's is 1."""
+"""Score from which a wrong kind of reply is a fault or a warning, on a scale where the worst kind's mean is 0 and the
+ground truth's is 1."""
 SLOW_SECONDS = 1.0
 """Median duration of a call above which the reward slows down a run."""
 MAX_EQUAL_SHARE = 0.5
 """Share of groups with equal scores above which there is a warning."""
 _MAX_LISTED = 100
 _NUM_WORST = 2
-"""Number of sampled replies with low scores among the examples."""
+"""Number of low-scoring sampled replies among the examples."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ProbeScores:
     requests: Sequence[RewardRequest]
     outcomes: Sequence[RewardOutcome]
     seconds: Sequence[float]
-    """Duration of each call."""
+    """Duration of each call in seconds."""
 
     @property
     def scores(self) -> list[float]:
@@ -133,7 +133,7 @@ def audit(
     probes_by_source: list[tuple[str, dict[str, ProbeScores]]] = []
     for form in FORMATS:
         answered = score_replies(TRUTH, answerable, [form.format(_text(q.ground_truth)) for q in answerable])
-        if answered.always_fails:  # the other formats would fail, too, each after the time limit
+        if answered.always_fails:  # the other formats would fail, too, each only after the timeout
             return Audit(answered, [], sampled, group_size)
         probes_by_source.append((form, _by_source(answered)))
     truths, forms = dict[str, ProbeScores](), dict[str, str]()
@@ -145,7 +145,7 @@ def audit(
     solved = [q for q in prompts if q.data_source in with_solutions and (_has_answer(q) or _solution(q))]
     solutions = _by_source(score_replies(TRUTH, solved, [_solution(q) or "" for q in solved])) if solved else {}
     for source, probe in solutions.items():
-        # Solutions win a tie, because the tests of a program are not an answer.
+        # Solutions win a tie, because the tests of a program are no answer to a prompt.
         truths[source] = max((probe, truths.get(source, probe)), key=_order)
     wrong: list[ProbeScores] = []
     for questions, replies in ((prompts, wrong_replies(prompts)), (answerable, wrong_answers(answerable, forms))):
@@ -157,7 +157,7 @@ def audit(
 
 
 def _by_source(probe: ProbeScores) -> dict[str, ProbeScores]:
-    """Split scores by `data_source`, because each source may expect another format of answers."""
+    """Split scores by `data_source`, because each source may expect a different answer format."""
     positions: dict[str, list[int]] = {}
     for position, request in enumerate(probe.requests):
         positions.setdefault(request.data_source, []).append(position)
@@ -260,7 +260,7 @@ def verdicts(audited: Audit) -> list[Verdict]:
 
 
 def _without_truth(audited: Audit) -> list[Verdict]:
-    """Warn of wrong replies that score above sampled ones. It is no fault, because those may be wrong, too."""
+    """Warn of wrong replies that score above sampled ones. This is no fault, because sampled ones may be wrong, too."""
     sampled = audited.sampled
     if sampled is None or not sampled.scores:
         what = (

@@ -70,7 +70,7 @@ from tether.text.sampling.protocol import NoiseKey, SamplingParams
 from tether.text.sharded import ShardedEngine
 
 SCORER = "reward_model"
-"""Name of the rank component that runs it."""
+"""Name of the rank component that runs the reward model."""
 
 
 def reward_model_path(reward: RewardModelConfig) -> Path | str | None:
@@ -79,7 +79,7 @@ def reward_model_path(reward: RewardModelConfig) -> Path | str | None:
 
 
 def check_scoring(reward: RewardModelConfig, policy_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a reward model that cannot read the run's responses, without loading weights.
+    """Refuse a reward model that cannot score the run's responses, without loading weights.
 
     Args:
         reward: section of the reward, possibly without a model.
@@ -124,14 +124,14 @@ def check_vocabulary(what: str, settings: PreTrainedConfig, tokenizer: PreTraine
 
 
 def build_reward_model(config: RunConfig, groups: RankGroups | None = None) -> Rewards:
-    """Build the reward model of a run, on its devices or behind a server.
+    """Build the reward model of a run, on its devices or on a server.
 
     Args:
         config: configuration of the run.
         groups: processes of several devices, which load it as `SCORER`; None: load it in this process.
 
     Raises:
-        ValueError: it cannot be loaded, or the server does not answer.
+        ValueError: it cannot be loaded, or the server does not respond.
     """
     reward, path = config.reward_model, reward_model_path(config.reward_model)
     assert path is not None
@@ -190,7 +190,7 @@ def _reader(reward: RewardModelConfig, path: Path | str, template_date: str | No
 
 
 def _check_same_tokens(model: ScoringModelConfig, path: Path | str, policy_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse the policy's token ids if the reward model has its own tokenizer and that maps them to other texts."""
+    """Refuse the policy's token ids if the reward model has its own tokenizer, and it maps them to different text."""
     try:
         tokenizer = _tokenizer(model, path)
     except ValueError:  # it does not need a tokenizer
@@ -268,19 +268,19 @@ def build_judge(
 
 
 def model_judge(judge: Judge, answers: EngineAnswers) -> BatchJudge:
-    """Return a judge in this process, which reads control tokens in a response as text."""
+    """Return a judge in this process; control tokens in a response are plain text to it."""
     return BatchJudge(judge, answers, answers.control.as_text)
 
 
 class EngineAnswers:
-    """Greedy answers of a model in this process.
+    """Generates greedy answers with a model in this process.
 
     Args:
         engine: engine of the model.
         tokenizer: tokenizer of the model.
-        max_tokens: maximum tokens of an answer; a longer one is an error.
-        context: maximum positions of the model; None: no limit.
-        chat_template: instead of the tokenizer's.
+        max_tokens: maximum number of tokens of an answer; a longer one is an error.
+        context: maximum number of positions of the model; None: no limit.
+        chat_template: replaces the tokenizer's template.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class EngineAnswers:
         return [ids if isinstance(ids, RewardError) else next(answers) for ids in read]
 
     def _read(self, messages: Sequence[dict[str, str]]) -> Any:
-        """Return the token ids of a conversation, or the error if it is not a valid prompt."""
+        """Return the token ids of a conversation, or an error if it is not a valid prompt."""
         try:
             arguments = {"chat_template": self._chat_template, "add_generation_prompt": True}
             text = write_conversation(messages, self._tokenizer, **arguments)
@@ -326,7 +326,7 @@ class EngineAnswers:
         return answers
 
     def _cut(self, text: str) -> RewardError:
-        """Return the error for a truncated answer, whose score might have been revised later."""
+        """Return the error for a truncated answer; any score in it might have been revised later."""
         what = f"the judge did not end its answer within {self._max_tokens} tokens"
         return RewardError(f"{what}; it ends in {end_of(text)!r}")
 
@@ -359,7 +359,7 @@ def check_rewards(config: RunConfig, prompts: PromptDataset) -> None:
         in_part = rules is None or rules.data_sources is None or row.data_source in rules.data_sources
         return (
             in_part and row_agent(config.actor_rollout_ref.rollout.agent, row).environment is None
-        )  # an environment scores its rows itself
+        )  # an environment scores its own rows
 
     def look_at_truth(row: Row) -> None:
         if by_rule(row):
@@ -373,8 +373,8 @@ def check_rewards(config: RunConfig, prompts: PromptDataset) -> None:
 def check_parts_act(data: DataConfig, reward: RewardModelConfig, datasets: Sequence[PromptDataset]) -> None:
     """Refuse a reward for a data source that no row has.
 
-    A run on a subset of the rows (`data.train_max_samples`, `data.val_max_samples`) is not checked: other rows may have
-    it.
+    A run on a subset of the rows (`data.train_max_samples`, `data.val_max_samples`) is not checked, because other rows
+    may have the source.
 
     Raises:
         ValueError: the message names the reward and the source.
@@ -383,7 +383,7 @@ def check_parts_act(data: DataConfig, reward: RewardModelConfig, datasets: Seque
         return
     sections = read_parts(reward.parts)
     if all(section.data_sources is None for section in sections.values()):
-        return  # saves reading every row
+        return  # avoids reading every row
     present: set[str] = set()
     for prompts in datasets:
         prompts.check_rows(lambda row: present.add(row.data_source))
@@ -407,7 +407,7 @@ def program_options(reward: RewardModelConfig) -> ProgramOptions:
 
 
 def _num_workers(reward: RewardModelConfig) -> int:
-    """Return the number of reward processes: by default one per core, or the maximum requests of a program server."""
+    """Return the number of reward processes; the default is one per core, or the concurrency of a program server."""
     fusion = reward.sandbox_fusion
     limit = fusion.max_concurrent if fusion.url is not None else usable_cores()
     return reward.num_workers or min(usable_cores(), limit)
@@ -426,7 +426,7 @@ def build_rewards(config: RunConfig, groups: RankGroups | None = None) -> Reward
     sections = read_parts(config.reward_model.parts)
     if not sections:
         return build_reward_model(config, groups) if config.reward_model.enable else _build_rules(config)
-    # Models first, so that their errors leave no process behind.
+    # Models are built first, so that their errors leave no process behind.
     order = sorted(sections, key=lambda name: isinstance(sections[name], RulesPart | FunctionPart | IntegrationPart))
     with ExitStack() as stack:
         built = {name: stack.enter_context(_build_part(config, name, sections[name], groups)) for name in order}
@@ -458,7 +458,8 @@ def _build_part(config: RunConfig, name: str, section: RewardPart, groups: RankG
 
 
 def _build_rules(config: RunConfig) -> RewardPool | LocalRewards | BatchedRewards:
-    """Build the rule or function reward. A function of a file runs in worker processes, an object in this process."""
+    """Build the reward by rules or a function. A function from a file runs in worker processes, an object in this
+    one."""
     custom, reward = config.custom_reward_function, config.reward_model
     if reward.reward_manager == "batch":
         if is_object(custom.path):

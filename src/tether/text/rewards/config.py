@@ -1,4 +1,4 @@
-"""`custom_reward_function`, `reward_model`, `reward_manager`: where scores come from."""
+"""`custom_reward_function` and `reward_model`: how responses are scored."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tether.config.schema.section import (
 
 
 def _named_by_text(value: object) -> object:
-    # A name such as 1 is parsed as a number; as text it is refused as a name.
+    # A key such as 1 is parsed as a number; as text it can be refused with the other invalid names.
     return {str(name): section for name, section in value.items()} if isinstance(value, dict) else value
 
 
 def _manager(value: object) -> object:
-    # dapo is naive with overlong_buffer, which acts with any of them; gdpo is naive, whose estimator finds the parts of
-    # a score by itself; prime and remote are naive with processes, as all are here.
+    # In tether all of these equal naive: dapo is naive with overlong_buffer, which works with any manager; gdpo is
+    # naive, as its estimator extracts the components; prime and remote are naive with processes, which are always used.
     return "naive" if value in _NAIVE_TOO else value
 
 
@@ -45,47 +45,47 @@ RATE_LIMITED = Refuses(
 
 
 FUNCTIONS = ActsIf("reward_model.enable", on=(False,), other=ActsIf("reward_model.parts", off=({},)))
-"""Read where functions score responses."""
+"""Condition of keys that apply if functions score responses."""
 SERVED = ActsIf("reward_model.server.url", off=(None,))
 
 
 class CustomRewardFunctionConfig(Section):
-    """A reward function of your own: f(data_source, solution_str, ground_truth, extra_info) -> number or dict."""
+    """A user's reward function: f(data_source, solution_str, ground_truth, extra_info) -> number or dict."""
 
     path: str | None = None
     """Python file that defines it; null: the reward is chosen by data_source."""
     name: Annotated[str, NullIsUnset()] = "compute_score"
     """Name of the function in that file."""
     reward_kwargs: Options
-    """More keyword arguments of the function."""
+    """Additional keyword arguments of the function."""
 
 
 class OverlongBufferConfig(Section):
-    """`reward_model.overlong_buffer`: DAPO's soft punishment of long responses."""
+    """`reward_model.overlong_buffer`: DAPO's soft penalty for long responses."""
 
     enable: bool = False
-    """Punish responses that come near data.max_response_length."""
+    """Penalise responses that come close to data.max_response_length."""
     len: Count = 0
-    """Tokens before that limit in which the punishment grows."""
+    """Number of tokens before that limit over which the penalty grows."""
     penalty_factor: NonNegative = 1.0
-    """Penalty of a response of the full length; within the buffer less, in proportion."""
+    """Penalty of a response at the limit; within the buffer it is proportionally smaller."""
 
 
 class SandboxConfig(Section):
-    """`reward_model.sandbox`: programs in responses, run against the tests of their rows. (tether's own.)"""
+    """`reward_model.sandbox`: runs programs in responses against the tests of their rows. (tether's own.)"""
 
     languages: Strings = ("python",)
-    """Languages that answers may be in; the first is that of a block of code that names none."""
+    """Allowed languages of answers; the first one applies to code blocks that name none."""
     max_tests: Positive = 10
-    """Tests of a row that count: the first ones."""
+    """Maximum number of a row's tests to run; the first ones are used."""
     timeout: PositiveFloat = 6.0
-    """Seconds of processor time that a program has for a test; by the clock it has twice that."""
+    """Seconds of processor time that a program has for a test; the limit of wall time is twice that."""
     memory_limit_mb: Annotated[Positive, ActsIf("reward_model.sandbox_fusion.url", on=(None,))] = 1024
-    """MiB that all processes of a program have together."""
+    """MiB of memory for all processes of a program together."""
     max_processes: Annotated[Positive, ActsIf("reward_model.sandbox_fusion.url", on=(None,))] = 64
-    """Processes and threads that a program may have at once."""
+    """Maximum number of processes and threads of a program at the same time."""
     unconfined: Annotated[bool, ActsIf("reward_model.sandbox_fusion.url", on=(None,))] = False
-    """Run programs with the rights of this process, where the machine cannot confine them. They may do anything."""
+    """Run programs with the rights of this process if the machine cannot confine them. They may do anything."""
 
 
 class SandboxFusionConfig(Section):
@@ -94,9 +94,9 @@ class SandboxFusionConfig(Section):
     url: str | None = None
     """Its address, http://HOST:PORT/run_code; null: programs run on this machine."""
     max_concurrent: Annotated[Positive, NullIsUnset(), ActsIf("reward_model.sandbox_fusion.url", off=(None,))] = 64
-    """Programs at once on the server; reward_model.num_workers processes share them."""
+    """Maximum number of concurrent programs on the server, shared by reward_model.num_workers processes."""
     memory_limit_mb: Annotated[Positive, NullIsUnset(), ActsIf("reward_model.sandbox_fusion.url", off=(None,))] = 1024
-    """MiB that a program has there."""
+    """MiB of memory for a program on the server."""
 
 
 class ScoringModelConfig(Section):
@@ -105,43 +105,43 @@ class ScoringModelConfig(Section):
     path: str | None = None
     """Its directory or hub id; `tether rm train` makes one. (verl: a model of the hub.)"""
     input_tokenizer: str | None = "${actor_rollout_ref.model.path}"
-    """The policy's: responses are decoded, and templated by the reward model's tokenizer. null: ids as they are."""
+    """The policy's tokenizer, to decode responses for the reward model's chat template; null: pass token ids."""
     trust_remote_code: Annotated[bool, NullIsUnset()] = False
-    """Let the model's repository run its own code."""
+    """Allow the model's repository to run its code."""
     fsdp_config: ShardConfig
 
 
 class ScoringServerConfig(Section):
-    """`reward_model.server`: reward_model.model behind vLLM or SGLang, instead of in this process. (tether's own.)"""
+    """`reward_model.server`: runs reward_model.model with vLLM or SGLang, not in this process. (tether's own.)"""
 
     url: Annotated[str | None, ActsIf("reward_model.enable", on=(True,))] = None
-    """Its address, http://HOST:PORT, below which /classify is; null: the model runs in this process."""
+    """Its address, http://HOST:PORT, which serves /classify; null: the model runs in this process."""
     api: Annotated[Literal["vllm", "sglang"], SERVED] = "vllm"
-    """Kind of the server, whose /classify is called."""
+    """Kind of server, which determines the requests to /classify."""
     model: Annotated[str | None, SERVED] = None
     """The model's name on the server; null: reward_model.model.path."""
     api_key_env: Annotated[str | None, SERVED] = None
     """Environment variable that holds the server's key."""
     timeout: Annotated[PositiveFloat, SERVED] = 60.0
-    """Seconds that a response may take, all attempts included."""
+    """Timeout in seconds for a response, over all attempts."""
     attempts: Annotated[Positive, SERVED] = 4
-    """Requests for one response, where the server is busy or fails."""
+    """Maximum number of requests for a response, if the server is busy or fails."""
     max_concurrent: Annotated[Positive, SERVED] = 64
-    """Requests at once."""
+    """Maximum number of concurrent requests."""
 
 
 class RewardModelConfig(Section):
-    """Computation of rewards: by functions, a learned reward model, judges, or several of them."""
+    """How rewards are computed: by functions, a learned reward model, judges, or several of them."""
 
     enable: Annotated[bool, NullIsUnset()] = False
-    """Score responses by reward_model.model, in place of rules, or as one of the parts."""
+    """Score responses with reward_model.model, in place of rules or as one of the parts."""
     model: Annotated[ScoringModelConfig, ActsIf("reward_model.enable", on=(True,))]
     enable_resource_pool: Annotated[bool, NullIsUnset(), ActsIf("reward_model.enable", on=(True,))] = False
-    """Score on devices of its own, beside those of trainer.nnodes."""
+    """Score on separate devices, in addition to those of trainer.nnodes."""
     nnodes: Annotated[Count, NullIsUnset(), ActsIf(".enable_resource_pool", on=(True,))] = 1
-    """Machines with such devices. (verl: 0.)"""
+    """Number of machines with such devices. (verl: 0.)"""
     n_gpus_per_node: Annotated[Positive, NullIsUnset(), ActsIf(".enable_resource_pool", on=(True,))] = 1
-    """Such devices of each of these machines. (verl: 8.)"""
+    """Number of such devices per machine. (verl: 8.)"""
     server: ScoringServerConfig
     parts: Annotated[Options, BeforeValidator(_named_by_text)]
     """Several rewards by name, whose weighted sum is the score: {correct: {kind: rules, weight: 1.0}, ...}."""
@@ -150,23 +150,23 @@ class RewardModelConfig(Section):
     micro_batch_size_per_gpu: Annotated[
         Positive, Inherits("critic.forward_micro_batch_size_per_gpu"), ActsIf(".use_dynamic_bsz", on=(False,))
     ]
-    """Rows a forward pass of the model."""
+    """Rows per forward pass of the model."""
     use_dynamic_bsz: Annotated[bool, Inherits("critic.use_dynamic_bsz"), ActsIf("reward_model.enable", on=(True,))]
-    """Fill each of its micro-batches up to forward_max_token_len_per_gpu tokens, not to a number of rows."""
+    """Fill each micro-batch up to forward_max_token_len_per_gpu tokens, not to a number of rows."""
     forward_max_token_len_per_gpu: Annotated[
         Positive, Inherits("critic.forward_max_token_len_per_gpu"), ActsIf(".use_dynamic_bsz", on=(True,))
     ]
-    """Tokens such a pass when use_dynamic_bsz is on."""
+    """Tokens per forward pass if use_dynamic_bsz is on."""
     max_length: Annotated[Positive | None, ActsIf("reward_model.enable", on=(True,))] = None
-    """Tokens of prompt and response that it scores; more are an error. null: as many as it has positions for."""
+    """Maximum length of prompt and response; longer ones are errors. null: the number of positions of the model."""
     num_workers: Annotated[Positive | None, FUNCTIONS] = 1
-    """Processes that score responses; null: one a core."""
+    """Number of processes that score responses; null: one per core."""
     timeout: Annotated[PositiveFloat, FUNCTIONS] = 10.0
-    """Seconds a reward call may take; then it is stopped and counts as an error. (tether's own key.)"""
+    """Timeout of a reward call in seconds; a call that exceeds it counts as an error. (tether's own key.)"""
     max_error_rate: Fraction = 0.1
-    """The run stops when more than this share of a step's rewards are errors. (tether's own key.)"""
+    """Share of a step's rewards that may be errors; above it the run stops. (tether's own key.)"""
     reward_scale: float = 1.0
-    """Factor of every score in training, before punishment of length, normalisation and KL. (RLinf's key.)"""
+    """Factor on every training score, before length penalty, normalisation and KL. (RLinf's key.)"""
     reward_manager: Annotated[
         Literal["naive", "batch", "rate_limited"],
         NullIsUnset(),
@@ -175,7 +175,7 @@ class RewardModelConfig(Section):
         RATE_LIMITED,
         ActsIf("custom_reward_function.path", off=(None,)),
     ] = "naive"
-    """batch: the function is called once, with lists of all responses; the others: once for each response."""
+    """batch: the function is called once, with lists of all responses; otherwise once per response."""
     overlong_buffer: Annotated[OverlongBufferConfig, ActsIf("reward_model.overlong_buffer.enable", on=(True,))]
     sandbox: SandboxConfig
     sandbox_fusion: SandboxFusionConfig

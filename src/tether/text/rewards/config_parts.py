@@ -1,4 +1,4 @@
-"""Sections of `reward_model.parts`: rewards with names of the user's, whose weighted sum is the score."""
+"""Sections of `reward_model.parts`: rewards that the user names, whose weighted sum is the score."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class AnyPart(Section):
     """Fields of every part."""
 
     weight: float = 1.0
-    """Weight of its score; with 0 it is only logged."""
+    """Weight of its score; with 0 the score is only logged."""
     optional: bool = False
-    """Whether the other parts score a response from which it abstains; otherwise such a response has no score."""
+    """Whether the other parts score a response from which this one abstains; otherwise such a response has no score."""
     data_sources: Strings | None = None
     """Data sources of the rows that it scores; null for all."""
 
 
 class RulesPart(AnyPart):
-    """The reward of a run without parts: custom_reward_function, else the rule of the row's data_source."""
+    """The reward of a run without parts: custom_reward_function, otherwise the rule for the row's data_source."""
 
     kind: Literal["rules"]
 
 
 class FunctionPart(AnyPart):
-    """A function of yours, called like custom_reward_function."""
+    """A user's function, called like custom_reward_function."""
 
     kind: Literal["function"]
     path: str
@@ -80,17 +80,17 @@ class JudgePart(AnyPart):
     """Minimum and maximum score; other scores are errors."""
     temperature: float = 0.0
     max_tokens: Positive = 512
-    """Maximum tokens of an answer; a longer one is an error."""
+    """Maximum number of tokens of an answer; a longer one is an error."""
     extra_body: Options
     """Additional fields of requests to the endpoint."""
     api_key_env: str | None = None
-    """Environment variable with the endpoint's key."""
+    """Environment variable with the endpoint's API key."""
     timeout: PositiveFloat = 60.0
     """Timeout of a response in seconds, including all attempts."""
     attempts: Positive = 4
-    """Maximum requests for a response if the endpoint is busy or fails."""
+    """Maximum number of requests for a response if the endpoint is busy or fails."""
     max_concurrent: Positive = 32
-    """Maximum concurrent requests."""
+    """Maximum number of concurrent requests."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the model at path."""
 

@@ -1,4 +1,4 @@
-"""Rules of what scores responses: functions, a learned reward model, judges, and several of them."""
+"""Rules for rewards: functions, a learned reward model, judges, and combinations of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def integrations_are_installed_and_used(cfg: RunConfig) -> Problem | None:
 
 
 def the_reward_has_what_its_parts_ask_for(cfg: RunConfig) -> Problem | None:
-    """Parts decide about function and model, where verl calls one of the two, depending on its version."""
+    """Parts decide whether function and model are called; verl calls one of them, depending on its version."""
     model, path, key = cfg.reward_model, cfg.custom_reward_function.path, "reward_model.parts"
     if part_problems(model.parts):
         return None
@@ -71,7 +71,7 @@ def the_reward_has_what_its_parts_ask_for(cfg: RunConfig) -> Problem | None:
 
 
 def batches_are_scored_by_a_function(cfg: RunConfig) -> Problem | None:
-    """Only a function has the signature of verl's BatchRewardManager."""
+    """Only a user's function has the signature of verl's BatchRewardManager."""
     if cfg.reward_model.reward_manager != "batch":
         return None
     key, takes = "reward_model.reward_manager", "fn(data_sources, solution_strs, ground_truths, extra_infos) -> list"
@@ -83,7 +83,7 @@ def batches_are_scored_by_a_function(cfg: RunConfig) -> Problem | None:
 
 
 def responses_are_decoded_by_the_policys_tokenizer(cfg: RunConfig) -> Problem | None:
-    """Any other tokenizer would decode different text than the policy wrote."""
+    """Any other tokenizer would decode different text than the policy generated."""
     policy, tokenizer = cfg.actor_rollout_ref.model, cfg.reward_model.model.input_tokenizer
     if not cfg.reward_model.enable or tokenizer in (None, policy.path, policy.tokenizer_path):
         return None

@@ -28,7 +28,7 @@ class CustomReward:
     name: str = "compute_score"
     reward_kwargs: dict[str, object] = field(default_factory=dict)
     key: str = _KEY
-    """Section of the configuration that names it, for messages."""
+    """Configuration section that names it, for messages."""
     arguments: tuple[str, ...] = ARGUMENTS
     """Names of its arguments: those for one response, or `LISTS`."""
 
@@ -46,7 +46,7 @@ def load_reward_function(
         path: path of the file.
         name: name of the function.
         reward_kwargs: additional arguments of the function.
-        key: section of the configuration that names it, for messages.
+        key: configuration section that names it, for messages.
         arguments: names of the arguments of each call.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Generative judges: a prompt template that shows a response to a language model, and a parser of the answer."""
+"""Generative judges: a prompt template that shows a response to a language model, and a parser for its answer."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Judge:
     system: str | None = None
     """Template of a system message before the prompt."""
     parser: str = NUMBER
-    """Regular expression with one group; its last match in an answer counts."""
+    """Regular expression with one group, of which the last match in an answer is used."""
     scores: Mapping[str, float] = field(default_factory=dict)
     """Word -> score if the group matches words, ignoring case. Empty: the group matches a number."""
     range: tuple[float, float] | None = None
-    """Smallest and largest valid number; others are errors."""
+    """Smallest and largest valid number; any other number is an error."""
 
     def check(self, key: str) -> None:
         """Check the template and the parser.
@@ -85,7 +85,7 @@ class Judge:
         return [*before, {"role": "user", "content": fill(self.prompt)}]
 
     def read(self, answer: str) -> RewardOutcome:
-        """Parse the score in an answer, after its reasoning (``<think>``) if there is any; an error if it has none."""
+        """Parse the score in an answer, after any reasoning (``<think>``); an error if there is none."""
         answer = answer.rpartition("</think>")[2]
         if answer.lstrip().startswith("<think>"):
             return RewardError("the judge did not end its reasoning (<think>)")
@@ -99,7 +99,7 @@ class Judge:
                 return RewardError(f"the judge answered {text[:_SHOWN]!r}, which is none of {', '.join(self.scores)}")
             return outcome_of(scores[text.casefold()])
         try:
-            score = float(text.replace("_", "?"))  # float() accepts 1_000
+            score = float(text.replace("_", "?"))  # "?" makes float() refuse 1_000, which it would accept
         except ValueError:
             return RewardError(f"the judge answered {text[:_SHOWN]!r}, which is not a number")
         if self.range and not self.range[0] <= score <= self.range[1]:
@@ -124,13 +124,13 @@ class RemoteJudge:
     endpoint: Endpoint
     """The server's ``.../chat/completions``."""
     options: Mapping[str, Any]
-    """Fields of the request besides the messages: model, temperature, max_tokens, ..."""
+    """Fields of the request other than the messages: model, temperature, max_tokens, ..."""
 
     def __call__(self, request: RewardRequest) -> RewardOutcome:
         """Score a response.
 
         Raises:
-            EndpointError: there is no answer, or it is not in OpenAI's layout.
+            EndpointError: there is no answer, or it is not in OpenAI's format.
         """
         messages = self.judge.messages(request)
         if isinstance(messages, RewardError):
@@ -154,7 +154,7 @@ def end_of(answer: str) -> str:
 
 
 def _failure(section: Mapping[Any, Any]) -> str | None:
-    """Return why a section of a chat completion makes it invalid, whatever its text; None if it does not."""
+    """Return why a section of a chat completion makes it invalid, regardless of its text; None if it does not."""
     for key in ("error", "refusal", "tool_calls", "function_call"):
         if section.get(key):
             return f"{key}: {section[key]}"

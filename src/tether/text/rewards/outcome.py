@@ -32,7 +32,7 @@ class RewardFailure(Exception):
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Inputs of a reward model besides the text of a response."""
+    """What a reward model reads in addition to the text of a response."""
 
     messages: Sequence[Message]
     """Messages before the response."""
@@ -117,7 +117,7 @@ def plain(value: object, depth: int = 0) -> Any:
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, int):
-        number = int.__int__(value)  # exact, whatever a subclass overrides
+        number = int.__int__(value)  # exact, also if a subclass overrides it
         return number if number.bit_length() <= _INTEGER_BITS else f"an integer of {number.bit_length()} bits"
     if isinstance(value, float):
         return float.__float__(value)
@@ -165,7 +165,7 @@ def load_answer(answer: bytes) -> tuple[RewardOutcome, float]:
 
 
 def _text(value: object) -> str:
-    """Convert a value to exactly str, also from a subclass such as StrEnum."""
+    """Convert a value to exactly str, not a subclass such as StrEnum."""
     return str.__str__(value) if isinstance(value, str) else str.__str__(str(value))
 
 

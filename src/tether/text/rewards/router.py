@@ -1,4 +1,4 @@
-"""Selection of the rule that scores a `data_source`."""
+"""Selects the rule that scores a `data_source`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PROGRAM = "tether.text.rewards.sandbox.reward:ProgramReward"
 _NUMINA = tuple(
     f"numina_{name}" for name in ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
 )
-# Import paths, not functions: a worker process loads only the rules that its rows need.
+# Import paths and not functions, so that a worker process loads only the rules that its rows need.
 REWARDS: dict[str, str] = {
     "openai/gsm8k": "tether.text.rewards.rules.gsm8k:strict",
     "DigitalLearningGmbH/MATH-lighteval": _MATH,
@@ -84,14 +84,14 @@ def check_source(data_source: str) -> None:
 
 
 def has_tests(data_source: str) -> bool:
-    """Return whether the ground truth of a row consists of tests for a program, and is not an answer."""
+    """Return whether the ground truth of a row consists of tests for a program rather than an answer."""
     return import_path(data_source) == _PROGRAM
 
 
 def check_truth(data_source: str, ground_truth: object, extra_info: ExtraInfo, *, from_columns: bool = False) -> None:
     """Check that the rule for a row, if there is one, can score it.
 
-    An empty answer is accepted here, because two rows of MATH have one; it is an error when the row is scored.
+    An empty answer is accepted by this check, because two rows of MATH have one; scoring such a row is an error.
 
     Args:
         data_source: data source of the row.

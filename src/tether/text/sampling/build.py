@@ -1,4 +1,4 @@
-"""Builds a model for generation. Imports little, because the user waits for it."""
+"""Builds a model for generation. It imports little, because the user waits for it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def build_generator(
     num_threads: int | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[NativeEngine, PreTrainedTokenizerBase, Encode]:
-    """Return an engine for a model, its tokenizer, and the encoding of a conversation.
+    """Return an engine for a model, its tokenizer, and the function that encodes a conversation.
 
     Args:
         model: a directory, a known name or a hub id.
         chat_template: a template to use instead of the tokenizer's.
         template_kwargs: further variables of the template.
         template_date: date in the template, as YYYY-MM-DD; None: today's.
-        dtype: number format of the weights; ``auto`` is the fastest one of this machine.
+        dtype: dtype of the weights; ``auto`` is the fastest one of this machine.
         num_threads: CPU threads; None: `tether.runtime.threads.num_threads`.
         trust_remote_code: whether to run Python code of the model's repository.
 

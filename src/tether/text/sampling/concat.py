@@ -50,7 +50,7 @@ def join_rollouts(rollouts: Sequence[RolloutBatch], groups: Sequence[int]) -> Ro
 
 
 def _join_experts(experts: Sequence[Tensor], width: int) -> Tensor | None:
-    """Concatenate [B, W, L, k] after padding with -1, which means unknown."""
+    """Concatenate [B, W, L, k] after padding with -1, which stands for unknown experts."""
     missing = [max(width - chosen.shape[1], 0) for chosen in experts]
     wide = [pad(x[:, :width], (0, 0, 0, 0, 0, padding), value=-1) for x, padding in zip(experts, missing, strict=True)]
     return torch.cat(wide) if wide else None

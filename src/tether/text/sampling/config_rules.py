@@ -25,7 +25,7 @@ def longest_prompt_leaves_room(cfg: RunConfig) -> Problem | None:
 
 
 def servers_tell_what_they_kept(cfg: RunConfig) -> Problem | None:
-    """Training replays the cut of sampling, and servers list the kept tokens only up to a limit."""
+    """Training replays the truncation of sampling, and servers list the kept tokens only up to a limit."""
     rollout = cfg.actor_rollout_ref.rollout
     if rollout.name not in SERVERS or rollout.top_p == 1 or rollout.top_k > 0:
         return None
@@ -34,7 +34,7 @@ def servers_tell_what_they_kept(cfg: RunConfig) -> Problem | None:
 
 
 def servers_can_sleep(cfg: RunConfig) -> Problem | None:
-    """Servers can only release memory if they are started with these options."""
+    """Servers can release memory only if they were started with these options."""
     rollout = cfg.actor_rollout_ref.rollout
     if rollout.name not in SERVERS or not rollout.free_cache_engine:
         return None
@@ -48,7 +48,7 @@ def servers_can_sleep(cfg: RunConfig) -> Problem | None:
 
 
 def servers_are_where_they_are_looked_for(cfg: RunConfig) -> Problem | None:
-    """The run would wait for a server at another address until the timeout."""
+    """A server with another address would never be reached, and the run would wait until the timeout."""
     rollout = cfg.actor_rollout_ref.rollout
     if rollout.name not in SERVERS:
         return None
@@ -85,7 +85,7 @@ def servers_are_named_once(cfg: RunConfig) -> Problem | None:
 
 
 def weights_of_several_devices_pass_through_the_host(cfg: RunConfig) -> Problem | None:
-    """The weights of several devices reach the run's own servers in the memory of the host."""
+    """Weights of several devices reach servers that the run starts through host memory only."""
     rollout, devices = cfg.actor_rollout_ref.rollout, device_count(cfg)
     if rollout.name not in SERVERS or rollout.server_urls or devices == 1 or rollout.weight_transfer != "nccl":
         return None
@@ -94,7 +94,7 @@ def weights_of_several_devices_pass_through_the_host(cfg: RunConfig) -> Problem 
 
 
 def servers_divide_the_devices(cfg: RunConfig) -> Problem | None:
-    """Each server has as many GPUs of a machine as others, and none is left over; on a CPU there is one server."""
+    """All servers have the same number of GPUs of a machine, and no GPU is left over; a CPU has one server."""
     rollout, trainer = cfg.actor_rollout_ref.rollout, cfg.trainer
     split = rollout.tensor_model_parallel_size
     key, devices = ("trainer", trainer.n_gpus_per_node) if rollout.nnodes == 0 else (ROLLOUT, rollout.n_gpus_per_node)
@@ -149,7 +149,7 @@ def staleness_problem(cfg: RunConfig, steps: int) -> Problem | None:
 
 
 def sampling_ahead_has_devices_of_its_own(cfg: RunConfig) -> Problem | None:
-    """Ranks do one thing at a time, so servers or other ranks must sample while they train."""
+    """A rank does one thing at a time, so servers or other ranks must sample while it trains."""
     mode = cfg.trainer.async_mode
     if mode == "off" or device_count(cfg) == 1 or misplaced(cfg):
         return None
@@ -177,7 +177,7 @@ def partial_responses_are_sampled_here(cfg: RunConfig) -> Problem | None:
 
 
 def greedy_validation_answers_once(cfg: RunConfig) -> Problem | None:
-    """Greedy answers to one prompt are all the same."""
+    """Greedy responses to the same prompt are identical."""
     sampling = cfg.actor_rollout_ref.rollout.val_kwargs
     if sampling.n == 1 or sampling.temperature > 0:
         return None

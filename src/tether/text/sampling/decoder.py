@@ -1,17 +1,17 @@
 """An efficient forward pass for sampling: the layers of common decoder families, in few and large operations.
 
-transformers' own forward spends about as much time between the matrix products of a decoding step as in them. This one
-computes the same function of the same weights. It supports the classes in `FAMILIES`, whose modules it finds by name,
-and is compared with transformers' forward before it is used. All other classes run with transformers.
+In a decoding step of transformers' own forward about as much time is spent between the matrix products as in them. This
+one computes the same function of the same weights. It supports the classes in `FAMILIES`, whose modules it finds by
+name, and is compared with transformers' forward before it is used. All other classes run with transformers.
 
 Legend: R rows of Q tokens, N = R * Q, H query and K key/value heads, D = head size, E = hidden size, V = vocabulary.
 
-Linear layers for decoding: layers with the same input as one product, with the following operation fused into it.
+Linear layers that read the same input are computed as one product, with the following operation fused into it.
 
-A kernel may need weights in its own order (`tether.kernels.cpu.backend.Cpu.pack_linears`). A `Product` stores such a
-copy, refreshed after each update. Where the backend needs no such order, nothing is copied.
+A kernel may need weights in its own memory layout (`tether.kernels.cpu.backend.Cpu.pack_linears`). A `Product` stores a
+copy in this layout, refreshed after each update. If the backend needs none, nothing is copied.
 
-A device may record the kernels of a decoding step, and replay them for steps with the same memory.
+A backend may record the kernels of a decoding step, and replay them for later steps that use the same memory.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Decoder:
     """The forward pass of one model, using the model's modules and packed copies of weights where a `Product` has them.
 
     Args:
-        model: a model supported by `decoder_for`, on its device and in the sampling dtype.
+        model: a model that `decoder_for` supports, on its device and in the sampling dtype.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -99,7 +99,7 @@ class Decoder:
         self._stamp = self._current_stamp()
 
     def reads_positions(self) -> bool:
-        """Return whether the host reads positions, as for rotary frequencies that depend on the longest row."""
+        """Return whether the CPU reads positions, as for rotary frequencies that depend on the longest row."""
         kinds = getattr(self._backbone.rotary_emb, "rope_type", "default")
         kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
         return any("dynamic" in kind or kind == "longrope" for kind in kinds)
@@ -110,7 +110,7 @@ class Decoder:
         Args:
             ids: [R, Q] tokens.
             positions: [R, Q] position of each token in its sequence.
-            layout: which token sees which one.
+            layout: which tokens each token attends to.
             keep: flat positions for which to return logits; None: all.
         """
         x, rotations = self.begin(ids, positions)
@@ -124,13 +124,13 @@ class Decoder:
     def middle(
         self, x: Tensor, rotations: Rotations, layout: AttentionLayout, shape: torch.Size, keep: Tensor | None
     ) -> Tensor:
-        """Return the product of the layers' output with the output head, the expensive stage."""
+        """Return the output head's product with the layers' output; this is the expensive stage."""
         for layer in self._layers:
             x = layer(x, rotations[layer.kind], layout, shape)
         return self._head(self._backbone.norm(x if keep is None else x[keep]))
 
     def end(self, logits: Tensor) -> Tensor:
-        """Convert that product to logits, in place."""
+        """Convert the output of `middle` to logits, in place."""
         if self._lm_head.scale != 1.0:
             logits = logits.mul_(self._lm_head.scale)
         cap = self._lm_head.softcap
@@ -247,11 +247,11 @@ Result = TypeVar("Result")
 class RepeatedStep:
     """Calls a step of a generation, or replays its recording.
 
-    The first step on other memory is called normally, so that kernels choose their algorithms; the second is recorded.
+    The first step on new memory is called normally, so that kernels choose their algorithms; the second is recorded.
     A replayed step overwrites the result of the previous step.
 
     Args:
-        kernels: backend of the model's device and dtype; callers pass an empty `memory` if it captures nothing.
+        kernels: backend of the model's device and dtype; if it cannot capture, callers pass an empty `memory`.
     """
 
     def __init__(self, kernels: Reference) -> None:

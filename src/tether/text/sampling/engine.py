@@ -1,16 +1,16 @@
 """The `native` engine: in-process generation with any causal language model of transformers.
 
-Common families use our own forward pass (`tether.text.sampling.decoder`), all others that of transformers; attention
-and its cache are always ours (`tether.text.sampling.kv_cache`). LoRA adapters are merged into a copy of their layers.
-Up to `max_num_seqs` responses are decoded at a time.
-A finished response frees its slot at once: the last row moves there, and a waiting prompt gets the free slot, so that
-the active rows are always the first ones and no time is spent on finished ones::
+Common families use tether's forward pass (`tether.text.sampling.decoder`), all others that of transformers; attention
+and its cache are always tether's (`tether.text.sampling.kv_cache`). LoRA adapters are merged into a copy of their
+layers. Up to `max_num_seqs` responses are decoded at the same time. A finished response frees its slot at once: the
+last row moves there, and a waiting prompt gets the free slot, so that the active rows are always the first ones and no
+time is spent on finished ones::
 
     waiting rows --prefill--> slots [ row 4 | row 1 | row 7 |  free ] --decode--> finished rows
                                  ^ n responses of a prompt share one prefill
 
-A row that waits for a responder gives up its slot meanwhile. Its keys and values stay cached, up to a total number of
-tokens; rows that do not fit are prefilled again with their full context.
+A row that waits for a responder releases its slot. Its keys and values stay cached, up to a total number of tokens;
+rows that do not fit are prefilled again with their full context.
 
 The samples of a row depend on its prompt, the weights and the `NoiseKey`, not on the other rows, up to float rounding
 of the model's forward, which may differ with the number of rows in a matrix product.
@@ -59,9 +59,9 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 class NativeEngine:
     """Generates with the trainer's own model.
 
-    In the model's own dtype the weights are shared, except for packed copies that make products faster
-    (`tether.text.sampling.decoder`) and refresh themselves. With another `dtype` the engine has a private copy
-    of the parameters in that dtype, refreshed by `load_weights`; no product casts its operands.
+    In the model's own dtype the engine shares the weights, except for packed copies that make products faster and are
+    refreshed automatically (`tether.text.sampling.decoder`). With another `dtype` the engine has a private copy of the
+    parameters in that dtype, refreshed by `load_weights`, so that no product has to cast its operands.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class NativeEngine:
 
     @property
     def context(self) -> int | None:
-        """Most tokens of prompt and response together; None: the model sets no limit."""
+        """Maximum number of tokens of prompt and response together; None: the model sets no limit."""
         return context_length(self._model.config)
 
     def load_weights(self, weights: WeightUpdate) -> None:
@@ -121,7 +121,7 @@ class NativeEngine:
 
     @contextmanager
     def keeping_prefixes(self) -> Iterator[KeptPrefixes]:
-        """Keep the caches of rows that calls in this block finish, for prompts of later calls that continue them."""
+        """Within this context, keep the caches of finished rows for prompts of later calls that continue them."""
         self._prefixes = KeptPrefixes(self._max_kept_tokens)
         try:
             yield self._prefixes
@@ -140,13 +140,13 @@ class NativeEngine:
         """Generate as `RolloutEngine.generate` describes; the batch is as wide as its longest response.
 
         Raises:
-            ValueError: no prompts, an empty prompt, or one too long for `max_length` or the model's context; experts
+            ValueError: no prompts, an empty prompt, or one too long for `max_length` or the model's context; or experts
                 are to be recorded for a model without experts.
             RuntimeError: the model's logits for a sample are NaN or infinite.
         """
         arrays = [as_token_ids(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
         check_prompts(arrays, sampling, self.context)
-        # no_grad, not inference_mode: a buffer that a forward replaces must stay usable in training.
+        # no_grad and not inference_mode: a buffer that a forward replaces must stay usable in training.
         with torch.no_grad(), _evaluating(self._model):
             self._prepare_forward()
             recorder = self._recorder(arrays, sampling) if sampling.record_experts else None
@@ -179,7 +179,7 @@ class NativeEngine:
         return call.result()
 
     def _change_weights(self) -> bool:
-        """Load weights that arrived during a call and return whether there were any."""
+        """Load weights that arrived during a call, and return whether there were any."""
         weights, self._next_weights = self._next_weights, None
         if weights is not None:
             self._load(weights)

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from tether.text.models.expert_choice import ExpertChoice, check_choice, follow_choice, recorded_choice
 
 TokenSpan = tuple[Sequence[int], int, int]
-"""Rows that share some tokens, the position of the first of these, and their number."""
+"""Rows that share a span of tokens, the position where it starts, and its length."""
 
 
 class ExpertRecorder:
-    """Records the experts of each forward pass of a call. Positions count from the first token of a row's prompt.
+    """Records the experts of each forward pass of a call. Positions are relative to the first token of a row's prompt.
 
     Args:
         model: the sampling model.
@@ -50,10 +50,10 @@ class ExpertRecorder:
             seen[list(rows), first : first + length] = experts
 
     def _last(self) -> tuple[Tensor, Tensor]:
-        """Return the tensor of all records, and [N, L, k] of the last pass."""
+        """Return the tensor of all records, and the experts [N, L, k] of the last pass."""
         check_choice(self._model, self._choice)
         last = recorded_choice(self._model, self._choice).cpu() + 1
-        if self._seen is None:  # pages of zeros take no memory before they are written to
+        if self._seen is None:  # pages of zeros use no memory before they are written to
             self._seen = torch.zeros(self._rows, self._width, *last.shape[1:], dtype=last.dtype)
         return self._seen, last
 

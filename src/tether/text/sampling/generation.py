@@ -1,8 +1,8 @@
 """The loop of the `native` engine: each step samples a token for every active row of a call, with its log-probability
 under the sampled distribution.
 
-Sampling inverts the cumulative distribution at a given uniform number. Nothing of the vocabulary's size is sorted or
-accumulated: each row is summed in blocks, the block with the number is located first, the token in it second.
+Sampling inverts the cumulative distribution at a uniform random number. Nothing of the vocabulary's size is sorted or
+accumulated: each row is summed in blocks, then the block that contains the number is located, then the token in it.
 
 Legend: R = rows, V = vocabulary.
 """
@@ -98,8 +98,8 @@ def _sample(logits: Tensor, uniform: Tensor, sampling: SamplingParams, with_cand
 def _nucleus_floor(weights: Tensor, top_p: float) -> Tensor:
     """Return [R, 1] the smallest weight in the smallest set of tokens whose mass reaches `top_p`.
 
-    A token is in the set if the mass before it is below the goal. The set is usually small, so the largest 256 weights
-    are tried first, then eight times as many until the set of every row fits.
+    A token is in the set if the mass of the more likely tokens is below `top_p`. The set is usually small, so it is
+    searched in the largest 256 weights first, then in eight times as many until the set of every row fits.
     """
     goal = weights.sum(dim=-1, keepdim=True) * top_p
     count = 256
@@ -122,7 +122,7 @@ class _Outcome(NamedTuple):
     ended: Tensor
     """[M] bool, whether the row's turn ends with the token."""
     by_itself: Tensor
-    """[M] bool, whether the token ends a response."""
+    """[M] bool, whether the token is a stop token."""
     broken: Tensor
     """[M] bool, whether the logits gave no distribution."""
     state: Tensor
@@ -160,7 +160,7 @@ class Generation:
         self._version = version
         self._versions: Tensor | None = None  # of each token, once weights have changed
         self._num_rows = len(prompts) * sampling.n
-        # One sample more than rows, for the free slots.
+        # One more than the rows: the last one is for free slots.
         samples = [*(key.sample(row) for row in range(self._num_rows)), 0]
         self._samples = torch.tensor(samples, dtype=torch.int64, device=self._device)
         self._num_started = 0
@@ -173,7 +173,7 @@ class Generation:
         # By slot: the row, its last token, the position of that token, the number of tokens sampled so far.
         self._state = torch.zeros(4, num_slots, dtype=torch.int64, device=self._device)
         self._row, self._token, self._position, self._count = self._state
-        # A free slot may be decoded with the others: as the first token of a row beyond the last.
+        # A free slot may be decoded along with the others; its state is the first token of a row beyond the last.
         self._free = torch.tensor([[self._num_rows], [0], [0], [0]], device=self._device)
         self._state[:] = self._free
         self._longest = 0  # keys of the longest active row, including that of its next token
@@ -183,7 +183,7 @@ class Generation:
         self._log_probs = torch.zeros(shape, dtype=torch.promote_types(model.dtype, torch.float32), device=self._device)
         self._lengths = [0] * self._num_rows
         self._paused: deque[int] = deque()  # rows that wait for the responder, in the order in which their turns ended
-        self._context_end = [0] * self._num_rows  # number of tokens of the row up to the end of the last reply
+        self._context_end = [0] * self._num_rows  # number of tokens of each row up to the end of the last reply
         self._reply_spans: list[tuple[int, int, int]] = []  # row, and start and end of a reply in it
         self._cached_prefixes: dict[int, Prefix] = {}  # of paused rows: all but the last token
         popped = {row: prefixes.pop(prompt) for row, prompt in enumerate(prompts)} if prefixes else {}
@@ -195,7 +195,7 @@ class Generation:
         self._kept = KeptRecorder(self._num_rows, shape[1], vocabulary, self._device) if recorded else None
 
     def renew(self, forward: Forward, version: int) -> None:
-        """Continue with other weights; to be called between two steps.
+        """Continue with new weights; must be called between two steps.
 
         Args:
             forward: forward pass with these weights.
@@ -215,7 +215,7 @@ class Generation:
         free = self._cache.num_slots - self._active
         if waiting == 0 and self._active == 0 and not self._paused:
             return False
-        # A prefill has a fixed cost, so a few free slots are collected before they are filled together.
+        # A prefill has a fixed cost, so it waits until several slots are free.
         if free >= min(waiting, max(1, self._cache.num_slots // 8)) > 0:
             self._accept_first(self._prefill(free))
         elif free and len(self._paused) > 3 * self._active // 4:
@@ -246,7 +246,7 @@ class Generation:
     def _resume_rows(self, free: int) -> None:
         """Wait for the replies to the half of the paused rows that paused first, and prefill the rows that continue."""
         cached: dict[int, Prefix] = {}
-        uncached: dict[int, Tensor] = {}  # full contexts
+        uncached: dict[int, Tensor] = {}  # row -> its full context
         tokens = 0
         for _ in range(min(free, (len(self._paused) + 1) // 2)):
             row = self._paused.popleft()
@@ -348,7 +348,7 @@ class Generation:
         return logits[owner.to(self._device)]
 
     def _next_known(self, free: int) -> dict[int, Prefix]:
-        """Start the waiting rows up to the next one without a known prefix; returns their prefixes."""
+        """Start the waiting rows up to the next one without a cached prefix; returns the prefixes."""
         known, tokens = dict[int, Prefix](), 0
         while (row := self._num_started) in self._known and len(known) < free and tokens < self._max_prefill_tokens:
             known[row] = self._known.pop(row)
@@ -391,7 +391,7 @@ class Generation:
             logits = forward()
             self._experts.add_tokens(self._row[rows], position)
             outcome = self._sample(logits, rows)
-        elif self._cuts:  # the host looks for the kept tokens
+        elif self._cuts:  # the CPU extracts the kept tokens
             logits = self._steps(memory, forward)
             outcome = self._sample(logits[: self._active], slice(0, self._active))
         else:
@@ -409,7 +409,7 @@ class Generation:
         self._accept(slots, self._sample(logits, slots))
 
     def _sample(self, logits: Tensor, slots: slice) -> _Outcome:
-        """Sample a token for each of these slots, on the device alone."""
+        """Sample a token for each of these slots, without synchronising with the device."""
         row, count = self._row[slots], self._count[slots]
         noise = uniform(self._key.seed, self._key.step, self._samples[row], count)
         token, log_prob, candidates = sample_tokens(
@@ -423,12 +423,12 @@ class Generation:
         self._log_probs[row, count] = log_prob.to(self._log_probs.dtype)
         self._token[slots] = token
         is_real = row < self._num_rows
-        count += is_real  # a view of the state itself
+        count += is_real  # a view, so this updates the state in place
         position = self._position[slots]
         position += is_real
 
         broken = ~torch.isfinite(log_prob) & is_real
-        by_itself = (token[:, None] == self._eos).any(dim=-1)  # torch.isin may sort, and wait for it
+        by_itself = (token[:, None] == self._eos).any(dim=-1)  # torch.isin may sort, which synchronises with the device
         ended = by_itself | (count == self._sampling.max_new_tokens)
         if self._sampling.max_length is not None:
             ended |= position + 1 == self._sampling.max_length
@@ -449,7 +449,7 @@ class Generation:
             self._release(slots.start + ended.nonzero().flatten(), by_itself[ended])
 
     def _release(self, slots: Tensor, by_itself: Tensor) -> None:
-        """Release rows whose turn ended, by itself or by a limit, and move the last remaining rows into the gaps."""
+        """Release rows whose turn ended, by a stop token or a limit, and move the last remaining rows into the gaps."""
         columns = (slots, self._row[slots], self._count[slots], self._position[slots], by_itself)
         for slot, row, length, position, ended_itself in zip(*(column.tolist() for column in columns), strict=True):
             self._lengths[row] = length
@@ -471,7 +471,7 @@ class Generation:
         self._active = remaining
 
     def _keep_prefix(self, slot: int, row: int, length: int) -> None:
-        """Store the prefix of a finished row, all but its last token, for prompts of later calls."""
+        """Store the prefix of a finished row, without its last token, for prompts of later calls."""
         if self._prefixes is not None and self._prefixes.has_room(length):
             prompt = self._prompts[row]
             sampled = self._tokens[row, : length - len(prompt)].cpu().numpy().astype(prompt.dtype)

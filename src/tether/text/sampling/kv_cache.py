@@ -37,7 +37,7 @@ def length_of(prefix: Prefix) -> int:
 class KeptPrefixes:
     """Caches of finished rows, for later prompts that continue them.
 
-    Each is given away once, to the first prompt that continues it, so that no more is stored than can be continued.
+    Each is used once, by the first prompt that continues it.
 
     Args:
         max_tokens: maximum number of tokens in all prefixes; a row that does not fit is not stored.
@@ -48,9 +48,9 @@ class KeptPrefixes:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all prefixes, as when weights change."""
+        """Forget all prefixes, for example when weights change."""
         self._free = self._max_tokens
-        self._prefixes: dict[bytes, list[Prefix]] = {}  # by token ids; equal rows have one each
+        self._prefixes: dict[bytes, list[Prefix]] = {}  # token ids -> prefixes, one for each of several equal rows
         self._lengths = Counter[int]()
 
     def has_room(self, length: int) -> bool:
@@ -78,7 +78,7 @@ class KeptPrefixes:
             del self._prefixes[key]
         self._free += length
         self._lengths[length] -= 1
-        self._lengths += Counter()  # drops lengths that no prefix has
+        self._lengths += Counter()  # drops lengths with a count of zero
         return prefix
 
 
@@ -104,7 +104,8 @@ class KVCache:
         values[slot, :, position] = value
 
     def room(self, layer: int, length: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the layer's tensors, with at least `length` positions, for keys and values like these."""
+        """Return the layer's tensors with at least `length` positions; `key` and `value` determine their shape and
+        dtype."""
         if layer not in self._layers:
             self._layers[layer] = (self._zeros(key, length), self._zeros(value, length))
         elif length > self._layers[layer][0].shape[2]:
@@ -126,7 +127,7 @@ class KVCache:
 
     def _zeros(self, like: Tensor, length: int) -> Tensor:
         capacity = max(2 * length, length + _MIN_FREE)
-        # Zeros and not empty: weight 0 times a NaN left in memory would be NaN.
+        # Zeros and not empty: uninitialized memory may contain NaN, and 0 * NaN is NaN.
         capacity = -(-min(capacity, self.max_length) // _MULTIPLE) * _MULTIPLE
         return like.new_zeros(self.num_slots, like.shape[1], capacity, like.shape[-1])
 
@@ -163,7 +164,7 @@ class KVCache:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Concatenated prompts; each attends to itself alone, and is written to one or several slots."""
+    """Concatenated prompts; each attends to itself only, and is written to one or several slots."""
 
     cache: KVCache
     packed: Packed
@@ -179,9 +180,9 @@ class Prefill:
         """Plan a prefill: prompt i has ``lengths[i]`` tokens and goes to the next ``copies[i]`` slots from `first_slot`
         on."""
         length = torch.tensor(lengths)
-        prompt = torch.arange(len(lengths)).repeat_interleave(torch.tensor(copies))  # of each slot
+        prompt = torch.arange(len(lengths)).repeat_interleave(torch.tensor(copies))  # prompt of each slot
         width = length[prompt]
-        slot = torch.arange(len(prompt)).repeat_interleave(width)  # of each written token
+        slot = torch.arange(len(prompt)).repeat_interleave(width)  # slot of each written token
         position = torch.arange(len(slot)) - (width.cumsum(0) - width)[slot]
         source = (length.cumsum(0) - length)[prompt][slot] + position
         on_device = (x.to(cache.device) for x in (source, first_slot + slot, position))
@@ -257,6 +258,6 @@ class Decode:
         query, key, value = query.squeeze(2), key.squeeze(2), value.squeeze(2)
         keys, values = self._cache.room(spec.layer, self._length, key, value)
         kernels = kernels_for(query, key, value)
-        # A recorded step also runs at other lengths: it reads all allocated positions.
+        # A recorded step is replayed for other lengths, so it reads all allocated positions.
         length = keys.shape[2] if kernels.captures else self._length
         return kernels.decode_attention(query, key, value, keys, values, self._position, length, spec, self._biases)

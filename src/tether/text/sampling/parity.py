@@ -1,7 +1,7 @@
 """The parity probe: compares the sampler with the trainer before its samples are used.
 
-The trainer scores some of the rows that the sampler just produced and compares the log-probs. They are of the same
-tokens, weights and distribution, so that only rounding may cause differences.
+The trainer computes log-probs for some of the rows that the sampler just produced. Tokens, weights and distribution are
+the same, so only rounding may cause differences.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from tether.text.sampling.protocol import (
 )
 
 ROWS, MORE_ROWS = 4, 64
-"""Number of rows to score; the second number is used before a difference ends the run, because few tokens scatter in
-bfloat16."""
+"""Number of rows to score; the second number is used before a difference ends the run, because the estimate from few
+tokens is noisy in bfloat16."""
 SLACK = 2.0
-"""Factor on the tolerance for the probe: the warning of each step, over all rows, comes before the end of the run."""
+"""Factor on the tolerance, so that the warning of each step, which covers all rows, precedes the end of the run."""
 
 
 class VerifiableEngine(RolloutEngine, Protocol):
-    """An engine that runs elsewhere, with actions that may fix wrong log-probs."""
+    """An engine that samples in another process, with actions that may fix wrong log-probs."""
 
     options: str
     """Server options that affect log-probs."""
 
     def recovery_actions(self) -> Mapping[str, Callable[[], None]]:
-        """Return possible causes of different log-probs, the most likely first, each with an action that fixes it."""
+        """Return possible causes of wrong log-probs, the most likely first, each with an action that fixes it."""
         ...
 
     def transfer_metrics(self) -> dict[str, float]:
@@ -45,14 +45,14 @@ class VerifiableEngine(RolloutEngine, Protocol):
 
 
 class ParityProbe:
-    """An engine that is compared with the trainer at its first sampling and every `every` steps.
+    """An engine that is compared with the trainer at its first sampling and then every `every` steps.
 
     Args:
         engine: the sampling engine.
-        log_probs: the trainer's log-probs [B, T] of sampled rows.
+        log_probs: computes the trainer's log-probs [B, T] of sampled rows.
         every: steps between two comparisons; below 1: only the first one.
         tolerance: largest KL from sampler to trainer (k3 estimate, nats per token) that rounding explains.
-        sampling: parameters of the rows for training; rows with other parameters are not compared.
+        sampling: parameters of training rows; rows with other parameters are not compared.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ParityProbe:
         return rollout
 
     def _is_same(self, sampling: SamplingParams) -> bool:
-        """Return whether tokens are sampled as in training, whatever the number and the length of the responses."""
+        """Return whether the distribution is that of training, regardless of number and length of the responses."""
         sizes = self._sampling
         return sizes == replace(sampling, n=sizes.n, max_new_tokens=sizes.max_new_tokens, max_length=sizes.max_length)
 
@@ -138,7 +138,7 @@ class ParityProbe:
         return float((log_ratio.expm1() - log_ratio).mean()) if mask.any() else 0.0
 
     def _complaint(self, kl: float, prompts: Sequence[Sequence[int] | TokenIds], key: NoiseKey) -> str:
-        """Return the error message, with the cause that is identified by trying each action on the same rows."""
+        """Return the error message, with the cause that was identified by trying each action on the same rows."""
         tolerance = SLACK * self._tolerance
         lines = [
             f"sampler and trainer disagree about the same tokens, in step {key.step}: {kl:.2g} nats per token (k3); "

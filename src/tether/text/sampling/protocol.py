@@ -25,9 +25,9 @@ class SamplingParams:
     """Keep the smallest set of tokens whose mass reaches top_p; 1 keeps all."""
     ignore_eos: bool = False
     record_kept: bool = True
-    """Record the tokens that top_k and top_p kept, for replay in training; nothing is recorded where they keep all."""
+    """Record the tokens that top_k and top_p kept, for replay in training; nothing is recorded if they keep all."""
     record_experts: bool = False
-    """Record the experts of a mixture that each token was routed to, for replay in training."""
+    """Record the experts that each token was routed to, for replay in training."""
     max_length: int | None = None
     """Maximum length of prompt and response together; longer responses are truncated. None: only max_new_tokens
     applies."""
@@ -72,23 +72,23 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class NoiseKey:
-    """Names the random draws of one call: noise depends on (seed, step, sample, token) and on nothing else."""
+    """Identifies the random numbers of one call: noise depends only on (seed, step, sample, token)."""
 
     seed: int
     step: int
     first_sample: int = 0
-    """Response r of prompt p is sample ``first_sample + p * n + r`` of the step."""
+    """Index of the first sample; response r of prompt p is sample ``first_sample + p * n + r`` of the step."""
     samples: tuple[int, ...] | None = None
-    """The sample of each row of the result, in place of those from `first_sample` on."""
+    """The sample index of each row of the result; overrides `first_sample`."""
 
     def sample(self, row: int) -> int:
-        """Return the sample of a row of the result."""
+        """Return the sample index of a row of the result."""
         return self.first_sample + row if self.samples is None else self.samples[row]
 
 
 @dataclass(frozen=True)
 class FinishedResponse:
-    """Handed to `on_finished` the moment a response is complete, so that scoring overlaps generation."""
+    """Passed to `on_finished` as soon as a response is complete, so that scoring overlaps generation."""
 
     row: int
     """Row of the result: prompt index * n + response index."""
@@ -98,7 +98,7 @@ class FinishedResponse:
 
 @dataclass(frozen=True)
 class RolloutProgress:
-    """Handed to `on_progress` after every decoding step."""
+    """Passed to `on_progress` after every decoding step."""
 
     finished: int
     """Number of complete responses."""
@@ -113,7 +113,7 @@ class Responder(Protocol):
     them."""
 
     def submit_turn(self, row: int, token_ids: list[int]) -> None:
-        """Start to compute the reply to a turn that ended by itself; returns immediately.
+        """Start to compute the reply to a turn that ended with a stop token; returns immediately.
 
         Args:
             row: row of the result.
@@ -166,10 +166,10 @@ class RolloutEngine(Protocol):
         ...
 
     def load_weights(self, weights: WeightUpdate) -> None:
-        """Sample with these weights from now on; without cost if they are shared.
+        """Sample with these weights from now on; costs nothing if they are shared.
 
-        The native engine can also be called from `on_finished` and `on_progress`: incomplete responses continue with
-        the new weights, and `token_versions` of the result records the version of each token.
+        For the native engine this may also be called from `on_finished` and `on_progress`: incomplete responses
+        continue with the new weights, and `token_versions` of the result records the version for each token.
         """
         ...
 

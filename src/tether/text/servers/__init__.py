@@ -1,8 +1,8 @@
 """Sampling with inference servers over HTTP: token ids in, token ids and log-probs out, new weights after each update.
 
 `engine` samples with servers, `server` starts and supervises one on this machine, `hosted` one on the node of a rank.
-`api` is the interface to the routes of a server and `kind` that to how a run starts one; `vllm_api`, `vllm_kind` and
-`tether.integrations.sglang` implement them.
+`api` is the interface to a server's HTTP routes, and `kind` describes how a run starts a server; `vllm_api`,
+`vllm_kind` and `tether.integrations.sglang` implement them.
 """
 
 from tether.text.servers.api import (

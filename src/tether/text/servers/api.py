@@ -21,7 +21,7 @@ _ROUNDING = 0.01  # by which a log-prob may exceed 0
 
 @dataclass(frozen=True)
 class Launch:
-    """Settings of a server of our own."""
+    """Settings for launching a server."""
 
     python: Path
     """Interpreter of an environment that has the server installed."""
@@ -32,11 +32,11 @@ class Launch:
     environment: Mapping[str, str]
     log: Path
     has_negative_flags: bool
-    """Whether False is the flag ``--no-NAME``; otherwise False omits the option."""
+    """Whether False is passed as the flag ``--no-NAME``; otherwise False omits the option."""
     eager: str
     """The option that disables compilation at the start."""
     socket_folder: str | None = None
-    """Environment variable that names the folder of its sockets, which a server that is killed leaves behind."""
+    """Environment variable that names the folder of the server's sockets, which remain if the server is killed."""
 
     def check_node(self, node: str, title: str) -> None:
         """Check that this machine has the environment of the server and the folder of the run.
@@ -46,7 +46,7 @@ class Launch:
             title: name of the kind of server.
 
         Raises:
-            ValueError: it does not.
+            ValueError: one of them is missing.
         """
         if not self.python.exists():
             raise ValueError(
@@ -77,7 +77,7 @@ class GenerateRequest:
 
     prompt_ids: list[int]
     sampling: SamplingParams
-    """Temperature, top_k and top_p; the engine handles lengths and `n`."""
+    """Sampling parameters; temperature, top_k and top_p are used, while the engine handles lengths and `n`."""
     max_tokens: int
     """Maximum number of sampled tokens."""
     seed: int
@@ -106,7 +106,8 @@ class SampledRow:
     server returns them."""
 
     def check(self, request: GenerateRequest, vocabulary: int) -> None:
-        """Check that the row fits the request: tokens of the policy, not too many, up to a stop token, with log-probs.
+        """Check that the row fits the request: tokens of the policy, not too many, ended by a stop token if shorter,
+        with log-probs.
 
         Raises:
             ValueError: it does not fit.
@@ -185,7 +186,7 @@ def check_formats(
 
 
 def experts_missing(url: str, how: str) -> ValueError:
-    """Return the error of a server that does not return the requested experts."""
+    """Return the error for a server that does not return the requested experts."""
     key = "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
     return ValueError(f"{url}: does not return the experts of tokens, which {key} requires. Start it with {how}")
 
@@ -198,7 +199,7 @@ class ServerApi(Protocol):
     title: str
     """Its name in messages."""
     how: str
-    """A sentence with the command that starts one."""
+    """A sentence with the command that starts such a server."""
     options: str
     """Its options that affect log-probs."""
     health_asleep: str
@@ -208,7 +209,7 @@ class ServerApi(Protocol):
         """Check that the server can be used, and prepare it.
 
         Raises:
-            ValueError: it has another kind or version, or runs another model.
+            ValueError: it is of another kind or version, or runs another model.
         """
         ...
 
@@ -233,7 +234,7 @@ class ServerApi(Protocol):
         ...
 
     def progress_counter(self, http: Connections, timeout: float) -> float | None:
-        """Return a number that keeps changing while the server samples; None if there is none."""
+        """Return a number that changes as long as the server samples; None if there is none."""
         ...
 
     def sleep(self, http: Connections, timeout: float) -> None:
@@ -252,7 +253,7 @@ class ServerApi(Protocol):
 
 @runtime_checkable
 class SupportsLora(ServerApi, Protocol):
-    """The API of a kind of server that computes with adapters (LoRA), if started with support for them."""
+    """The API of a kind of server that supports adapters (LoRA), if it was started with support for them."""
 
     def load_adapters(self, http: Connections, name: str, adapters: dict[str, Tensor], timeout: float) -> None:
         """Replace the adapters; together with the base weights they have this name from now on.

@@ -1,4 +1,4 @@
-"""Weights for servers on other machines, broadcast in a process group of the trainer and the server's workers."""
+"""Broadcasts weights to servers on other machines, in a process group of the trainer and the server's workers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tether.text.servers.inside.tether_buffers import broadcast, joined
 
 Result = TypeVar("Result")
 _BROKEN = re.compile("connection (closed|reset)|gloo/transport|ncclRemoteError", re.IGNORECASE)
-"""Errors of a server whose workers lost this process, although this end may have sent all its data by then."""
-_NOTICE_SECONDS = 5.0  # seconds until this end also notices a broken connection, even on a busy machine
+"""Errors of a server whose workers lost the connection; this process may already have sent all its data by then."""
+_NOTICE_SECONDS = 5.0  # seconds until this process also notices a broken connection, even on a busy machine
 
 
 class BroadcastGroup:
-    """A process group of this process as rank 0 and a server's workers, with Gloo for host memory or NCCL for GPU
-    memory.
+    """A process group with this process as rank 0 and the workers of a server, over Gloo for host memory or NCCL for
+    GPU memory.
 
-    It is used for one update, so that nothing remains after a killed run or server.
+    It is used for one update, so that nothing remains of a killed run or server.
 
     Raises:
-        ServerGone: it does not respond.
+        ServerGone: the server does not respond.
         ValueError: the server cannot connect to this machine at the address from which this machine connects to the
             server.
     """
@@ -67,8 +67,10 @@ class BroadcastGroup:
         self._run_both(route, body, lambda: broadcast(group, tensors))
 
     def _run_both(self, route: str, body: object, ours: Callable[[], Result]) -> Result:
-        """Run the request and our side in parallel. If the server refuses, our side is left waiting for peers that
-        never come."""
+        """Run the request and the local side in parallel.
+
+        If the server refuses, the thread of the local side is abandoned, since it waits for peers that never come.
+        """
         sending = _in_thread(ours)
         try:
             self._http.post(route, body, self._within)
@@ -87,7 +89,7 @@ class BroadcastGroup:
 
 
 def _failed(sent: Future[Result]) -> bool:
-    """Return whether our side also fails soon after the server's."""
+    """Return whether the local side also fails soon after the server's."""
     try:
         return sent.exception(_NOTICE_SECONDS) is not None
     except TimeoutError:
@@ -98,7 +100,7 @@ def is_local(http: Connections) -> bool:
     """Return whether a server is on this machine: both ends of a connection to it then have the same address.
 
     Raises:
-        ServerGone: it does not respond.
+        ServerGone: the server does not respond.
     """
     ours, theirs = _addresses(http)
     return ours == theirs
@@ -114,14 +116,14 @@ def _addresses(http: Connections) -> tuple[str, str]:
 
 
 def _in_thread(do: Callable[[], Result]) -> Future[Result]:
-    """Run a function in a daemon thread, which need not be waited for."""
+    """Run a function in a daemon thread, which does not delay the exit of the process."""
     future: Future[Result] = Future()
 
     def run() -> None:
         try:
             future.set_result(do())
         except RuntimeError as error:
-            # The frames of its traceback would keep the group alive until they are collected.
+            # The frames of its traceback would keep the group alive until they are garbage-collected.
             future.set_exception(error.with_traceback(None))
 
     Thread(target=run, daemon=True).start()

@@ -45,7 +45,7 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 
 @dataclass(frozen=True)
 class PolicyCard:
-    """Facts about a policy for servers, if the policy itself is sharded over other processes."""
+    """Facts about a policy that servers need; the policy itself may be sharded over other processes."""
 
     config: PreTrainedConfig
     generation_config: GenerationConfig | None
@@ -72,18 +72,18 @@ class PolicyCard:
 
     @property
     def context(self) -> int | None:
-        """Return the maximum tokens of prompt and response."""
+        """Return the maximum number of tokens of prompt and response; None if the model sets no limit."""
         return context_length(self.config)
 
 
 @dataclass(frozen=True)
 class SamplingRanks:
-    """The ranks on whose devices servers sample, each server on one node."""
+    """The ranks on whose devices servers sample; each server is on one node."""
 
     group: AllRanks
     ranks: range
     train: bool
-    """Whether the devices also train, for which servers release their memory."""
+    """Whether the devices are also used for training, so that servers have to release their memory."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def build_servers(
     Args:
         settings: section of the policy.
         trainer: section of the trainer.
-        actor: the engine whose weights they receive, and with which they are compared.
+        actor: the learner whose weights the servers receive, and with which they are compared.
         policy: card of its model.
         sources: location of its files, and the training device.
         sampling: sampling parameters of training responses.
@@ -161,17 +161,17 @@ def build_servers(
         return log_probs
 
     formats = (rollout.dtype, settings.actor.fsdp_config.dtype)
-    every = rollout.parity_freq if in_turns else 0  # the trainer has newer weights by then
+    every = rollout.parity_freq if in_turns else 0  # otherwise the trainer has newer weights by then
     tolerance = mismatch_tolerance(*(DTYPES[name] for name in formats))
     return ParityProbe(engine, log_probs, every=every, tolerance=tolerance, sampling=sampling)
 
 
 def look_at_servers(settings: ActorRolloutRefConfig, model: Path | str, device: torch.device) -> None:
-    """Check external servers that are already running, before anything is loaded; others are awaited later.
+    """Check external servers that already run, before anything is loaded; the run waits for the others later.
 
     Raises:
-        ValueError: a server is not usable, weights cannot be transferred from the training device, or the policy has no
-            files for servers that tether starts.
+        ValueError: a server cannot be used, weights cannot be transferred from the training device, or the policy has
+            no files for servers that tether starts.
     """
     if settings.rollout.name in SERVERS and not settings.rollout.server_urls:
         _check_files(settings.rollout, model)
@@ -203,7 +203,7 @@ def _server_api(settings: ActorRolloutRefConfig, policy: PreTrainedConfig) -> Se
 
 
 def _longest(rollout: RolloutConfig, policy: PreTrainedConfig) -> int:
-    """Return the maximum tokens of prompt and response together."""
+    """Return the maximum number of tokens of prompt and response together."""
     longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     return min(longest, context_length(policy) or longest)
 
@@ -238,7 +238,7 @@ def _has_safetensors(model: Path) -> bool:
 
 
 def _link_files(model: Path | str, folder: Path) -> None:
-    """Link the policy's weights into the folder of the servers' config, whose entries may be overridden."""
+    """Link the policy's weight files into the folder of the servers' config, which may have overridden entries."""
     if isinstance(model, str):
         with asking_hugging_face(f"{model}: its weights", "set actor_rollout_ref.rollout.load_format=dummy."):
             model = Path(snapshot_download(model, allow_patterns=[*WEIGHT_FILES]))
@@ -249,7 +249,7 @@ def _link_files(model: Path | str, folder: Path) -> None:
 
 
 def kind_of(name: str) -> ServerKind:
-    """Return the kind of servers with this name in `actor_rollout_ref.rollout.name`: vLLM's, or an integration's."""
+    """Return the kind of server for a name in `actor_rollout_ref.rollout.name`: vLLM's, or that of an integration."""
     kind: ServerKind = VLLM if name == "vllm" else integration(name, "kind").KIND
     return kind
 
@@ -284,7 +284,7 @@ def _hosted_servers(
     sources: Sources,
     logs: Path,
 ) -> list[HostedServer]:
-    """Return servers beside ranks: one on each node with a CPU, or as many as fit on the ranks' GPUs.
+    """Return servers next to ranks: one on each node with a CPU, or as many as fit on the ranks' GPUs.
 
     Raises:
         ValueError: the server is not installed on this machine, a node has too few devices, or a hub refuses files.
@@ -314,7 +314,7 @@ def _hosted_servers(
 
 
 def _check_split(split: int, devices: int) -> None:
-    """Check that the devices of a node can be divided among servers."""
+    """Check that servers of this size can use all devices of a node."""
     if devices % split:
         key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={split}"
         raise ValueError(f"{key}: does not divide the {devices} devices of a machine that sample")
@@ -323,7 +323,7 @@ def _check_split(split: int, devices: int) -> None:
 def _launched(
     settings: ActorRolloutRefConfig, slots: Sequence[_Slot], policy: PolicyCard, sources: Sources, logs: Path
 ) -> list[tuple[_Slot, Launch]]:
-    """Return the command of the server of each slot, and write the files that they read.
+    """Return the command of the server of each slot, and write the files that the servers read.
 
     Raises:
         ValueError: the server is not installed, or a hub refuses files.
@@ -354,6 +354,6 @@ def _word(value: object) -> object:
 
 
 def _on_cores(name: str, tensor_parallel: int) -> dict[str, str]:
-    """Return the environment of a server on a CPU, with as many threads as the trainer, which waits meanwhile."""
+    """Return the environment of a server on a CPU; it has as many threads as the trainer, which waits meanwhile."""
     threads = max(torch.get_num_threads() // tensor_parallel, 1)
     return {OMP_NUM_THREADS: str(threads), **kind_of(name).cpu_environment(tensor_parallel)}

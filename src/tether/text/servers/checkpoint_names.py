@@ -20,7 +20,7 @@ def checkpoint_weights(tensors: Iterable[tuple[str, Tensor]], lora_scale: float)
     """Yield the weights under their names in a checkpoint.
 
     Args:
-        tensors: entries of a model's ``state_dict``, possibly with adapters of peft: ``W x + lora_scale B A x``.
+        tensors: entries of a model's ``state_dict``, possibly with peft's adapters: ``W x + lora_scale B A x``.
         lora_scale: alpha / rank; ignored without adapters.
     """
     waiting: dict[str, dict[str, Tensor]] = {}  # layer -> tensors that have arrived
@@ -41,11 +41,11 @@ def checkpoint_weights(tensors: Iterable[tuple[str, Tensor]], lora_scale: float)
 def without_adapters(
     tensors: Iterable[tuple[str, Tensor]], adapters: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights as `checkpoint_weights` does, but of the layers without their adapters.
+    """Yield the weights as `checkpoint_weights` does, with layers as they are without their adapters.
 
     Args:
         tensors: as for `checkpoint_weights`.
-        adapters: filled with the tensors of adapters, under peft's names in a file.
+        adapters: is filled with the adapters' tensors, under the names that peft uses in a file.
     """
 
     def layers() -> Iterator[tuple[str, Tensor]]:

@@ -19,12 +19,13 @@ _claims: Counter[Path] = Counter()
 
 
 class Claim:
-    """Keeps other processes away from a server until `close` or the end of this process.
+    """A lock that keeps other processes away from a server until `close` or the end of this process.
 
-    Only processes on this machine are excluded; runs on different machines notice that the server has other weights.
+    It only excludes processes on this machine; a run on another machine notices that the server's weights were
+    replaced.
 
     Raises:
-        ValueError: another run uses it.
+        ValueError: another run uses the server.
     """
 
     def __init__(self, http: Connections) -> None:

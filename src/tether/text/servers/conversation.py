@@ -1,6 +1,6 @@
-"""A row as servers sample it: turn by turn where a responder replies, each turn being a request with its own seed.
+"""The state of a row that servers sample. With a responder each turn is a separate request with its own seed.
 
-A turn that is aborted for a change of weights continues with another request, whose prompt includes the tokens so far.
+A turn that is aborted for new weights continues with another request, whose prompt includes the tokens so far.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Conversation:
     sample: int
     """Index of the row in its step."""
     purpose: str
-    """Purpose of its seeds."""
+    """What its seeds are used for."""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     """Log-probabilities; 0 for replies."""
@@ -39,7 +39,7 @@ class Conversation:
     experts: NDArray[np.int16] | None = None
     """Experts of the tokens of prompt and row that the last request computed."""
     _tokens_in_prompt: int = 0
-    """Number of tokens of the row that are in the prompt of the current request."""
+    """Number of the row's tokens that are part of the current request's prompt."""
 
     def append_turn(self, turn: SampledRow, version: int) -> None:
         self.token_ids += turn.token_ids

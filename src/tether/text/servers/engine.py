@@ -1,8 +1,8 @@
 """The engine of `vllm` and `sglang`: servers sample rows and receive the policy's weights after each update.
 
-A row is one request, or one for each of its turns, with a seed that is a function of (seed, step, sample, turn): the
-sampling server, the other rows and retries do not matter, as far as the server respects its seeds. A server that dies
-or hangs is restarted with the current weights, and its unfinished rows are requested again with the same seeds::
+A row is one request, or one for each of its turns, with a seed that is a function of (seed, step, sample, turn): it
+does not depend on the server, the other rows or retries, as far as the server respects seeds. A server that dies or
+hangs is restarted with the current weights, and its unfinished rows are requested again with the same seeds::
 
     rows ──► server 0 ──► results, each checked: complete, and sampled with the current weights
          ──► server 1 ──x dead: restart, load weights, request its unfinished rows again
@@ -43,16 +43,16 @@ from tether.text.servers.protocol import NamedUpdate, SamplingServer, Traffic
 from tether.text.servers.status import ServersStatus
 
 _log = logging.getLogger(__name__)
-MAX_ATTEMPTS = 4  # without progress in between, before the run ends; two where the server reports the same reason
+MAX_ATTEMPTS = 4  # consecutive ones without progress, before the run ends; two if the server reports the same reason
 LOG_EVERY_SECONDS = 60.0  # between two warnings about a server without progress
 POLL_SECONDS = 2.0  # between two checks of a server that finishes no row
 MIN_WAIT_SECONDS = 1.0  # minimum timeout of such a check
 ABORT_EVERY_SECONDS = 0.05  # between two attempts to abort requests
-POSITIONS_AT_ONCE = 64  # of a row, whose kept tokens are expanded to the vocabulary together
+POSITIONS_AT_ONCE = 64  # positions of a row whose kept tokens are expanded to the vocabulary together
 
 
 class ServersFailed(RuntimeError):
-    """Servers died or returned wrong results repeatedly; the run ends, and resumes from its last checkpoint."""
+    """Servers died or returned wrong results repeatedly; the run ends, and can resume from its last checkpoint."""
 
 
 class ServedEngine:
@@ -64,7 +64,7 @@ class ServedEngine:
         eos_token_ids: tokens that end a response.
         vocabulary: number of tokens.
         context: maximum number of tokens of prompt and response.
-        traffic: sizes and formats of the data that is sent.
+        traffic: sizes and dtypes of the data that is sent.
         status: file for the state of the servers; None writes none.
     """
 
@@ -84,7 +84,7 @@ class ServedEngine:
         self.options = self.api.options
         self.eos_token_ids = eos_token_ids
         self._vocabulary, self._context = vocabulary, context
-        self._run = ""  # set with the first weights, so that weights of another run are not mistaken for ours
+        self._run = ""  # set with the first weights, so that weights of another run are not mistaken for this run's
         self._version = 0
         self._pushes = 0
         self._name: str | None = None
@@ -126,7 +126,7 @@ class ServedEngine:
             self._recover(server, failure, restart=_is_down(server, failure))
 
     def recovery_actions(self) -> dict[str, Callable[[], None]]:
-        """Return what may be stale in a server, with the actions that renew it."""
+        """Return the possibly stale state of a server, with the actions that renew it."""
         actions = {cause: partial(self._on_all, action) for cause, action in self.api.recovery_actions().items()}
         return {**actions, "older weights": self._load_all}
 
@@ -149,7 +149,7 @@ class ServedEngine:
         """Stop the servers that tether started."""
         for server in self.servers:
             server.stop()
-        if self._pushes:  # otherwise none was started
+        if self._pushes:  # otherwise no server was started
             self._status.report(self.servers, "stopped")
 
     def generate(
@@ -306,7 +306,7 @@ class ServedEngine:
                         if owner[row] in failures:
                             future.cancel()
                     for server in failures:
-                        server.cut()  # its other requests end now, too
+                        server.cut()  # this also ends its other requests
                     give_up_if_interrupted(watch.last_progress())
             except BaseException:
                 for future in running:
@@ -348,14 +348,13 @@ class ServedEngine:
                 self._recover(server, ServerGone(f"{server.url}: lost its weights"), restart=not server.is_healthy())
 
     def _recover(self, server: SamplingServer, error: Exception, *, restart: bool = True) -> None:
-        """Restart a server if tether started it, and load the current weights; continue without it if its machine is
-        lost.
+        """Restart a server if tether started it, and load the current weights; drop it if its machine is lost.
 
         Raises:
             ServersFailed: it failed repeatedly.
             RankLost: the machine of the last server is lost.
         """
-        if server not in self.servers:  # dropped by an update of weights during sampling
+        if server not in self.servers:  # dropped by a weight update during sampling
             return
         self._recoveries += 1
         self._status.report_failure(server, str(error))
@@ -380,7 +379,7 @@ class ServedEngine:
                 error, restart = next_error, _is_down(server, next_error)
 
     def _drop(self, server: SamplingServer, error: MachineLost) -> None:
-        """Continue with the other servers."""
+        """Continue without a server whose machine is lost."""
         others = [other for other in self.servers if other is not server]
         if not others:
             raise RankLost(f"{error}, and no other server is left")
@@ -401,7 +400,7 @@ class ServedEngine:
 
     def _sleep(self) -> None:
         for server in self.servers:
-            with suppress(ServerGone):  # the next step finds out
+            with suppress(ServerGone):  # a failure is noticed in the next step
                 server.sleep()
         self._asleep = True
         self._status.report(self.servers, "asleep")
@@ -410,7 +409,7 @@ class ServedEngine:
         if self._asleep:
             self._asleep = False
             for server in self.servers:
-                with suppress(ServerGone):  # the next request finds out
+                with suppress(ServerGone):  # a failure is noticed by the next request
                     server.wake()
 
     def _assemble(
@@ -460,7 +459,7 @@ class ServedEngine:
 
 
 def _is_down(server: SamplingServer, error: ServerGone) -> bool:
-    """Return whether a failed server has to be restarted: not if only a connection broke and it is healthy."""
+    """Return whether a failed server has to be restarted: False if only a connection broke and it is healthy."""
     return not (isinstance(error, ConnectionLost) and server.is_healthy())
 
 
@@ -476,12 +475,12 @@ def _experts(conversations: Sequence[Conversation], width: int) -> torch.Tensor:
 
 
 class _Watchdog:
-    """Detects servers that sample nothing."""
+    """Detects servers that do not sample."""
 
     def __init__(self, servers: Sequence[SamplingServer]) -> None:
         self._last_progress = dict.fromkeys(servers, time.monotonic())
         self._counters: dict[SamplingServer, float | None] = dict.fromkeys(servers)
-        self._last_warning = dict(self._last_progress)  # when its silence was last reported
+        self._last_warning = dict(self._last_progress)  # when its lack of progress was last reported
 
     def on_progress(self, server: SamplingServer) -> None:
         """Record that a server finished a row."""

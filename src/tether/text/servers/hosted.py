@@ -1,7 +1,7 @@
-"""A server on the node of a rank, which a companion of the rank starts, supervises and gives its weights there.
+"""A server on the node of a rank: a companion process of the rank starts and supervises it, and passes weights to it.
 
 The server listens on its own node only. Requests go through Ray to the companion, and so do weights: each chunk is sent
-to a node once, where all of its companions read it in shared memory, and pass it on to their servers::
+to a node once; all companions there read it in shared memory and pass it on to their servers::
 
     rank 0 ──► chunk in Ray's object store ──► node A: companion ──► server
                                            ──► node B: companion ──► server
@@ -29,16 +29,16 @@ from tether.text.servers.protocol import NamedUpdate, SamplingServer
 from tether.text.servers.server import InferenceServer
 
 START_SECONDS = 300.0
-"""Seconds for the start of a companion's process, beyond those of its server."""
+"""Seconds for the start of a companion's process, in addition to those of its server."""
 QUICK_SECONDS = 30.0
-"""Seconds for a call that only reads or stops."""
+"""Seconds for a call that only reads state or stops the server."""
 POLL_SECONDS = 0.1
-"""Interval at which a chunk that waits for the previous one checks whether the update has failed."""
+"""Interval of checks for a failed update, while a chunk waits for the previous one."""
 
 
 @dataclass(eq=False)
 class HostedServer(SamplingServer):
-    """A server that a companion holds as a `ServerHost`."""
+    """A server that runs in a companion process, as a `ServerHost`."""
 
     api: ServerApi
     companion: Companion
@@ -90,7 +90,7 @@ class HostedServer(SamplingServer):
 
     @classmethod
     def load(cls, servers: Sequence[Self], update: NamedUpdate) -> dict[Self, ServerGone]:
-        # All servers get a chunk at the same time, so that the weights are gathered from the ranks once.
+        # All servers get a chunk at the same time, so that the weights are gathered from the ranks only once.
         weights, failures = update.tensors, dict[Self, ServerGone]()
         assert isinstance(weights, WeightsOnRanks)
 
@@ -148,10 +148,10 @@ class HostedServer(SamplingServer):
         return ""
 
     def _call(self, method: str, *arguments: object, timeout: float | None = None) -> Any:
-        """Return the result of a method of the `ServerHost`, which has timeouts of its own.
+        """Call a method of the `ServerHost`, which has its own timeouts, and return the result.
 
         Raises:
-            ServerGone: the companion is gone; `MachineLost`: with its node.
+            ServerGone: the companion is gone; `MachineLost`: its node is gone, too.
         """
         try:
             return self.companion.call(method, *arguments, timeout=timeout or self.timeout + QUICK_SECONDS)
@@ -161,7 +161,7 @@ class HostedServer(SamplingServer):
 
 @dataclass(eq=False)
 class ServerHost(InferenceServer):
-    """A server as its companion holds it. An update is one call for each chunk of weights."""
+    """The server in the companion process. An update is one call for each chunk of weights."""
 
     _chunks: Queue[StoredWeights | None] = field(default_factory=lambda: Queue(1), init=False)
     _update: Future[None] | None = field(default=None, init=False)
@@ -182,7 +182,7 @@ class ServerHost(InferenceServer):
         thread.shutdown(wait=False)
 
     def add_chunk(self, chunk: StoredWeights | None) -> None:
-        """Load a chunk; None ends the update. Nothing happens if the update has failed."""
+        """Load a chunk; None ends the update. Does nothing if the update has failed."""
         assert self._update is not None
         while not self._update.done():
             with suppress(Full):
@@ -208,7 +208,7 @@ class ServerHost(InferenceServer):
 
 
 def host_server(api: ServerApi, launch: Launch, timeout: float, node: str) -> ServerHost:
-    """Return a server that starts on this node; an error comes with the first call of `wait_ready`."""
+    """Return a server that starts on this node; an error in its start is raised by the first call of `wait_ready`."""
     server = ServerHost(api, launch, timeout, math.inf, node=node)
     with suppress(ValueError):
         server.start()

@@ -1,4 +1,4 @@
-"""Requests to a server: JSON in, JSON out, over connections that another thread can shut down."""
+"""HTTP requests to a server with JSON in both directions; another thread can shut down the connections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 
 class ServerGone(Exception):
-    """No complete response: the server is dead, hangs, dropped the connection, or failed by itself (HTTP 5xx)."""
+    """No complete response: the server is dead, hangs, dropped the connection, or failed internally (HTTP 5xx)."""
 
 
 class MachineLost(ServerGone):
@@ -25,11 +25,11 @@ class ServerSilent(ServerGone):
 
 
 class ServerFailed(ServerGone):
-    """The server reported its own failure (HTTP 5xx)."""
+    """The server reported an internal failure (HTTP 5xx)."""
 
 
 class ConnectionLost(ServerGone):
-    """The connection for weights between its workers and this process broke; both may be fine."""
+    """The connection for weights between the server's workers and this process broke; both may be healthy."""
 
 
 class NoSuchHost(ServerGone):

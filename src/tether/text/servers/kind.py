@@ -1,5 +1,5 @@
-"""What a run needs to start a kind of server and to send it requests: vLLM's is in `vllm_kind`, others in the module
-``kind`` of an integration."""
+"""What a run needs to start a kind of server and to send it requests. `vllm_kind` has vLLM's; an integration has its
+own in its module ``kind``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tether.text.servers import Launch, ServedPolicy, ServerApi
 
 @dataclass(frozen=True)
 class ServerStart:
-    """What a run has decided about a server that it starts."""
+    """Choices of a run for a server that it starts."""
 
     folder: str
     """Folder of the policy's config, and of its weights unless the load format is dummy."""
     load_format: str
-    """Format of the weights; dummy: random ones, until the server gets the policy's."""
+    """Format of the weights; dummy: random ones, until the server receives the policy's."""
     max_length: int
-    """Maximum tokens of prompt and response together."""
+    """Maximum number of tokens of prompt and response together."""
     on_gpu: bool
 
 
@@ -31,12 +31,12 @@ class ServerKind:
     """A kind of server."""
 
     api: Callable[[ActorRolloutRefConfig, PreTrainedConfig, ServedPolicy], ServerApi]
-    """Returns the client for a policy: (section of the policy, its config, what a server has to run) -> API."""
+    """Returns the client: (section of the policy, its config, what a server has to run) -> API."""
     launch_of: Callable[[Path, Path, Mapping[str, object], Mapping[str, str]], Launch]
-    """Returns how one is launched: (interpreter, log, options, environment) -> launch."""
+    """Returns the settings for launching a server: (interpreter, log, options, environment) -> launch."""
     options: Callable[[ActorRolloutRefConfig, ServerStart], dict[str, object]]
     """Returns the options of its command line."""
     cpu_environment: Callable[[int], dict[str, str]]
-    """Returns the variables of one that computes on a CPU: tensor-parallel ranks -> environment."""
+    """Returns the environment variables of a server that computes on a CPU: tensor-parallel ranks -> environment."""
     sends_adapters: Callable[[ActorRolloutRefConfig], bool]
-    """Returns whether LoRA adapters are sent in place of merged weights."""
+    """Returns whether LoRA adapters are sent instead of merged weights."""

@@ -1,4 +1,4 @@
-"""A server as the engine uses it, on this machine (`server`) or on the node of a rank (`hosted`)."""
+"""The interface of a server that the engine uses, on this machine (`server`) or on the node of a rank (`hosted`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tether.text.servers.http import Connections, ServerGone
 
 @dataclass(frozen=True)
 class Traffic:
-    """Sizes and formats of what travels to the servers."""
+    """Sizes and dtypes of the data that is sent to servers."""
 
     dtype: torch.dtype
     """The dtype that the servers compute in."""
@@ -29,14 +29,14 @@ class Traffic:
     sleeps: bool
     """Whether the servers release their memory while nothing is sampled."""
     lora_scale: float = 1.0
-    """Scale of the adapters when they are merged into the layers before these are sent."""
+    """Scale of the adapters when they are merged into the layers for sending."""
     adapters: bool = False
-    """Whether layers are sent once without their adapters, and only the adapters after each update."""
+    """Whether layers are sent once without their adapters, and then only the adapters after each update."""
     layers_are_there: bool = False
-    """Whether servers start with the layers below the adapters, which then need not be sent."""
+    """Whether servers start with the layers below the adapters, so that these are not sent."""
     holds_weights: bool = False
-    """Whether a restarted server gets the weights that were loaded last instead of the current ones, which training may
-    be changing."""
+    """Whether a restarted server gets the weights that were loaded last, because training may be changing the current
+    ones."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class NamedUpdate:
     tensors: Iterable[tuple[str, Tensor]]
     """Names and values, as in `WeightUpdate.tensors`."""
     name: str
-    """The name by which servers report them."""
+    """The name under which servers report these weights."""
     run: str
     """Prefix of the names of all weights of this run."""
     traffic: Traffic
@@ -57,7 +57,7 @@ class SamplingServer(ABC):
 
     api: ServerApi
     token_timeout: float
-    """Seconds in which it must sample at least one token."""
+    """Seconds within which it must sample at least one token."""
     bytes_sent: int
     """Bytes of weights sent to it so far."""
 
@@ -75,8 +75,8 @@ class SamplingServer(ABC):
         """Wait until the server responds, and check that it can be used.
 
         Raises:
-            ServerGone: it had been ready and stopped responding, or a signal ended it during its start.
-            ValueError: it does not start, has another kind or version, or is used by another run.
+            ServerGone: it had been ready and stopped responding, or a signal ended it while it started.
+            ValueError: it does not start, is of another kind or version, or is used by another run.
         """
 
     @abstractmethod
@@ -111,7 +111,7 @@ class SamplingServer(ABC):
 
     @abstractmethod
     def has_weights(self, weights: str) -> bool:
-        """Return whether it still has these weights; a restarted server does not."""
+        """Return whether it still has these weights; False for a server that was restarted."""
 
     @classmethod
     @abstractmethod
@@ -137,7 +137,7 @@ class SamplingServer(ABC):
 
     @abstractmethod
     def wake(self) -> None:
-        """Undo `sleep`; a hanging server is detected in seconds by a cheap request."""
+        """Undo `sleep`; a cheap request detects a hanging server within seconds."""
 
     @abstractmethod
     def restart(self) -> None:
@@ -153,9 +153,9 @@ class SamplingServer(ABC):
 
     @abstractmethod
     def next_step(self) -> str:
-        """Return whether the server is restarted or what its owner should do, for the log."""
+        """Return, for the log, whether the server is restarted or what its owner should do."""
 
     @abstractmethod
     def fault(self) -> str:
-        """Return the first error in the log of a launched server, unless it only says that a process died; otherwise
-        empty."""
+        """Return the first error in the log of a launched server; empty if there is none, or if it only says that a
+        process died."""

@@ -29,8 +29,8 @@ from tether.text.servers.protocol import NamedUpdate, SamplingServer
 from tether.text.servers.transfer import Staging, WeightPayload, buckets
 
 _log = logging.getLogger(__name__)
-MAX_PORTS = 4  # another program may take a port between its choice and the server's start
-# Until the first warning about a server that does not respond, and between warnings.
+MAX_PORTS = 4  # another program may bind a port after it was chosen
+# Seconds until the first warning about a server that does not respond, and between warnings.
 FIRST_LOG_SECONDS, LOG_EVERY_SECONDS = 2.0, 60.0
 POLL_SECONDS = 2.0  # between two checks of a server that loads weights
 _ERROR = re.compile(r"(?:^|\s)((?:[\w.]*(?:Error|Exception)|error): \S.*)")
@@ -48,7 +48,7 @@ class InferenceServer(SamplingServer):
     """Seconds for its start, and for loading weights."""
     token_timeout: float = math.inf
     weights: str | None = None
-    """Name of its weights; None: not ours."""
+    """Name of its weights; None: not weights of this run."""
     bytes_sent: int = 0
     node: str = ""
     """Name of its node, for messages; empty: this machine."""
@@ -69,7 +69,7 @@ class InferenceServer(SamplingServer):
 
     @property
     def _quick_timeout(self) -> float:
-        """Seconds for the response to a cheap request."""
+        """Timeout in seconds of a cheap request."""
         return min(30.0, self.token_timeout)
 
     @property
@@ -103,7 +103,7 @@ class InferenceServer(SamplingServer):
                     ports += 1
                     self.start()
                     continue
-                # A killed server may start at the next attempt.
+                # A server that was killed may start at the next attempt.
                 kind = ServerGone if how.startswith("was killed") else ValueError
                 where = f" on {self.node}" if self.node else ""
                 raise kind(f"the {title} server{where} {how} while it started. {self._log_summary()}")
@@ -124,7 +124,7 @@ class InferenceServer(SamplingServer):
                 self.api.check(self.http, self.timeout)
             except (ServerGone, ServerRefuses) as error:
                 raise ValueError(f"{error}. {unusable}") from None
-            except (TypeError, KeyError, IndexError, AttributeError) as error:  # a response of another layout
+            except (TypeError, KeyError, IndexError, AttributeError) as error:  # an unexpected response
                 what = f"a response that is not {title}'s ({type(error).__name__}: {error})"
                 raise ValueError(f"{self.url}: returned {what}. {unusable}") from error
         self._was_up = True
@@ -191,7 +191,7 @@ class InferenceServer(SamplingServer):
             try:
                 server.load_update(update)
             except ServerGone as error:
-                # Without its traceback, whose frames would keep the group and the buffer of this update.
+                # Copied without its traceback, whose frames would keep the group and the buffer of this update alive.
                 failures[server] = type(error)(*error.args)
         return failures
 
@@ -282,8 +282,9 @@ class InferenceServer(SamplingServer):
 
     @contextmanager
     def _cut_when_dead(self) -> Iterator[None]:
-        """Cut pending requests once the server is gone or reports that it is dead. A vLLM server whose engine died
-        responds to none of its requests about weights, and exits only when they end.
+        """Cut pending requests once the server is gone or reports that it is dead.
+
+        A vLLM server whose engine died does not respond to requests about weights, and exits only after they end.
         """
         done = threading.Event()
 
@@ -349,7 +350,7 @@ class InferenceServer(SamplingServer):
             self._process = None
 
     def _why_late(self) -> list[str]:
-        """Return advice about a launched server that is still starting, for messages."""
+        """Return advice for messages about a launched server that is still starting."""
         if isinstance(self.where, str):
             return []
         longer = "a larger actor_rollout_ref.rollout.server_timeout"

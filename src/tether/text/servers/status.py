@@ -40,7 +40,7 @@ class ServersStatus:
         self._write()
 
     def report_failure(self, server: SamplingServer, error: str) -> None:
-        """Write that a server has failed and is being restarted, or gets its weights again."""
+        """Write that a server has failed, and is being restarted or gets its weights again."""
         entry = self._entries.setdefault(server, _Entry("", 0.0))
         entry.failures, entry.last_failure = entry.failures + 1, error
         self.report([server], "recovering")

@@ -43,7 +43,7 @@ class StagedChunk:
     """A chunk of weights in a buffer."""
 
     buffer: dict[str, object]
-    """The handle with which another process of this user opens the buffer, as JSON."""
+    """The handle with which another process of this user can open the buffer, as JSON."""
     tensors: list[tuple[str, str, list[int], int]]
     """Name, dtype, shape, and offset in the buffer."""
     content: Tensor
@@ -53,7 +53,8 @@ class StagedChunk:
 
 
 class Staging:
-    """A buffer that a server's workers open once: page faults of new memory would cost as much as a copy.
+    """A buffer that a server's workers open only once, because the page faults of new memory would cost as much as a
+    copy.
 
     It is anonymous memory of this machine, so that nothing is left behind, or memory of a GPU.
     """
@@ -98,7 +99,7 @@ class Staging:
         return StagedChunk(self._handle, placed, self._bytes[:end], last)
 
     def _buffer_of(self, size: int, device: torch.device) -> Tensor:
-        """Return the buffer, reallocated if it is too small, which never happens while it has content."""
+        """Return the buffer, reallocated if it is too small; this never happens while it has content."""
         if self._bytes is None or len(self._bytes) < size or self._bytes.device != device:
             self.close()
             name = f"tether-{uuid.uuid4().hex}"  # distinguishes it from a later buffer with the same descriptor
@@ -120,7 +121,7 @@ def this_gpu() -> torch.device:
 
 
 def gpu_of(device: torch.device) -> str:
-    """Return the unique name of a GPU, which does not depend on its index in this process."""
+    """Return the unique id of a GPU, which does not depend on its index in this process."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -174,7 +175,7 @@ def shared_file(tensors: dict[str, Tensor]) -> Iterator[str]:
 
 
 def _write(tensors: dict[str, Tensor], file: IO[bytes]) -> None:
-    """Write contiguous tensors as safetensors does, but without the two copies of its `save`.
+    """Write contiguous tensors as safetensors does, without the two copies that its `save` makes.
 
     The format, https://github.com/huggingface/safetensors: length of the header, header, tensors without gaps.
     """

@@ -1,4 +1,4 @@
-"""vLLM's servers: version 0.32, with the routes for training and the scale-out route for token ids."""
+"""The API of vLLM 0.32, with its routes for training and its scale-out route for token ids."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ _CUT_OFF = -9000.0  # vLLM writes -9999 for the log-prob of a token that could n
 
 
 def launch_of(python: Path, log: Path, options: Mapping[str, object], environment: Mapping[str, str]) -> Launch:
-    """Return a launch with the options that tether needs of every server: its routes, its log-probs and weight
-    transfer."""
+    """Return a launch with the options that tether needs for every server: routes, log-probs and weight transfer."""
     required = {
         "served_model_name": SERVED,
         "skip_tokenizer_init": True,
@@ -75,7 +74,7 @@ def launch_of(python: Path, log: Path, options: Mapping[str, object], environmen
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA that a server computes: ``W x + (alpha / rank) B A x``."""
+    """LoRA adapters that a server applies: ``W x + (alpha / rank) B A x``."""
 
     rank: int
     alpha: int
@@ -94,9 +93,9 @@ class Vllm:
     adapters: Adapters | None = None
     """The policy's adapters, if they are sent separately."""
     returns_experts: bool = False
-    """Whether it has to return the experts of each token."""
+    """Whether the server has to return the experts of each token."""
     transfer: str = "auto"
-    """The name in `TRANSFERS` of the way to send weights."""
+    """The method of sending weights, a name in `TRANSFERS`."""
 
     name = "vllm"
     title = "vLLM"
@@ -189,8 +188,8 @@ class Vllm:
         return name if isinstance(name, str) else None
 
     def load_weights(self, http: Connections, name: str, weights: WeightPayload, timeout: float) -> None:
-        # an external server may not have the method
-        with contextlib.suppress(ServerGone, ServerRefuses):  # a server of somebody else may not know how
+        # Abandon an update that a killed run left open.
+        with contextlib.suppress(ServerGone, ServerRefuses):  # an external server may not have the method
             http.post("/collective_rpc", {"method": "give_up_update"}, timeout)
         http.post("/start_weight_update", timeout=timeout)
         TRANSFERS[self.transfer](http, name, weights, timeout)

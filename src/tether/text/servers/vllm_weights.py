@@ -1,4 +1,4 @@
-"""The ways of sending weights to a vLLM server (`actor_rollout_ref.rollout.weight_transfer`) in an open update.
+"""The methods of sending weights to a vLLM server (`actor_rollout_ref.rollout.weight_transfer`) in an open update.
 
 `tether.text.servers.inside` has the receiving side, which gets the location of tensors and selects its shard of each.
 """
@@ -36,7 +36,7 @@ def _by_tensor(http: Connections, name: str, weights: WeightPayload, timeout: fl
 
 
 def _by_broadcast(http: Connections, name: str, weights: WeightPayload, timeout: float) -> None:
-    """Broadcast chunks in a process group whose rank 0 is the trainer, which also reaches other machines."""
+    """Broadcast chunks in a process group whose rank 0 is the trainer; this also reaches other machines."""
     _broadcast(http, name, weights, timeout, "gloo", _workers(http, timeout)[0]["count"], CPU)
 
 
@@ -80,7 +80,7 @@ def _update(http: Connections, update: dict[str, object], timeout: float) -> Non
 
 
 def _workers(http: Connections, timeout: float) -> list[dict[str, Any]]:
-    """Return for each worker the ``gpus`` that it sees, its ``own`` one, and the ``count`` of all workers."""
+    """Return for each worker the ``gpus`` that it sees, its ``own`` GPU, and the ``count`` of all workers."""
     workers: list[dict[str, Any]] = http.post("/collective_rpc", {"method": "workers"}, timeout)["results"]
     return workers
 
@@ -92,4 +92,4 @@ TRANSFERS: Mapping[str, Transfer] = {
     "distributed": _by_broadcast,
     "nccl": _by_nccl,
 }
-"""Transfers by their names in `actor_rollout_ref.rollout.weight_transfer`."""
+"""Transfer methods by their names in `actor_rollout_ref.rollout.weight_transfer`."""

@@ -66,7 +66,7 @@ def build_tool_pool(rollout: RolloutConfig, data: DataConfig) -> ToolPool | None
 
 
 def scored_by_environments(custom: CustomRewardFunctionConfig, reward: RewardModelConfig) -> bool:
-    """Whether rows with an environment are scored only by it."""
+    """Whether rows with an environment are scored by it alone."""
     return custom.path is None and not reward.enable
 
 
@@ -76,7 +76,7 @@ def check_agents(
     """Refuse rows whose agent does not exist.
 
     Returns:
-        The agents of the rows, each paired with the row's agent if it were of `tool_agent`.
+        Pairs, for each row, of its agent and the agent that it would have as a row of `tool_agent`.
 
     Raises:
         ValueError: lists up to ten such rows.
@@ -94,7 +94,7 @@ def check_agents(
         agents.add((agent, agent_of(TOOL_AGENT, row.extra_info)))
         environment = None if agent.has_tools else agent.environment
         if tools is not None and environment is not None and environment not in checked:
-            checked.add(environment)  # a failing one is reported once, and not started again for each row
+            checked.add(environment)  # so that a failing one is reported once, and not loaded again for each row
             tools.check(environment)
 
     prompts.check_rows(check)
@@ -104,16 +104,16 @@ def check_agents(
 def build_endpoint(
     rollout: RolloutConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
 ) -> AgentEndpoint | None:
-    """Start the server and the processes of programs that play episodes; return None without any.
+    """Start the server and the processes of programs that play episodes; return None if the run has none.
 
     Args:
         rollout: section of sampling.
         data: section of the prompts.
         tokenizer: tokenizer of the policy.
-        ends: ids of the stop tokens.
+        ends: stop token ids.
 
     Raises:
-        ValueError: the program cannot be loaded, or the chat template cannot be used.
+        ValueError: the program cannot be loaded, or the chat template does not support this.
     """
     if not rollout.agent.plays_endpoint:
         return None
@@ -133,16 +133,16 @@ def build_conversations(
     *,
     environments_score_alone: bool,
 ) -> Conversations | None:
-    """Return what answers the policy between its turns; None with a single turn.
+    """Return the component that replies to the policy between its turns; None if responses are single turns.
 
     Args:
         rollout: section of sampling.
         data: section of the prompts.
         tools: processes of tools and environments.
         tokenizer: tokenizer of the policy.
-        ends: ids of the stop tokens.
+        ends: stop token ids.
         datasets: all prompts.
-        environments_score_alone: whether rows with an environment are scored only by it.
+        environments_score_alone: whether rows with an environment are scored by it alone.
 
     Raises:
         ValueError: turns of the chat template cannot be concatenated.
@@ -166,7 +166,7 @@ def build_conversations(
     rows = [
         prompt for prompts in datasets for prompt in prompts if row_agent(rollout.agent, prompt).environment is not None
     ]
-    roles = {"tool" if own_tools(prompt.extra_info) else "user" for prompt in rows}  # the agents of the rows
+    roles = {"tool" if own_tools(prompt.extra_info) else "user" for prompt in rows}  # roles that reply to the policy
     template.check(sorted(roles), turns.tokenization_sanity_check_mode)
     return Conversations(
         pool=tools,

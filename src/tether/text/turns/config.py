@@ -8,11 +8,11 @@ from tether.config.schema.section import ActsIf, Count, Name, NullIsUnset, Posit
 
 AGENT = "actor_rollout_ref.rollout.agent.default_agent_loop"
 ENDPOINT = "endpoint"
-"""Agent whose rows a program plays against an OpenAI-compatible server."""
+"""Agent for rows that a program plays through an OpenAI-compatible server."""
 ENDPOINT_PROGRAM = "actor_rollout_ref.rollout.agent.endpoint.program"
 ENDPOINT_REWARD = "actor_rollout_ref.rollout.agent.endpoint.reward"
 VERIFIERS = "verifiers"
-"""Program of the endpoint that plays the environment of each row, from version 0.4 of verifiers on."""
+"""Value of the endpoint's `program` for environments of verifiers, from version 0.4 on."""
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn.enable"
 NATIVE = ActsIf("actor_rollout_ref.rollout.name", on=("native",))
 
@@ -21,7 +21,7 @@ class MultiTurnConfig(Section):
     """`rollout.multi_turn`: conversations of several turns, with tools or an environment."""
 
     enable: bool = False
-    """Let rows be answered in turns, as their `agent_name` or agent.default_agent_loop says."""
+    """Allow several turns in rows, depending on their `agent_name` or agent.default_agent_loop."""
     format: Annotated[
         Literal["hermes", "llama3_json", "pythonic", "qwen3_coder", "glm", "kimi", "deepseek_v3", "gemma4", "gpt-oss"],
         ActsIf(MULTI_TURN, on=(True,), other=ActsIf(AGENT, on=(ENDPOINT,))),
@@ -34,44 +34,44 @@ class MultiTurnConfig(Section):
     interaction_config_path: str | None = None
     """YAML file of environments that rows name in extra_info.interaction_kwargs.name, in verl's layout."""
     max_assistant_turns: Positive | None = None
-    """Turns of the policy, after which a conversation is cut; null: no such limit."""
+    """Maximum number of the policy's turns, after which a conversation is truncated; null: no limit."""
     max_user_turns: Positive | None = None
-    """Answers to the policy, after which a conversation is cut; null: no such limit."""
+    """Maximum number of replies to the policy, after which a conversation is truncated; null: no limit."""
     max_parallel_calls: Positive = 1
-    """Calls in one turn that are run; the others are answered with an error."""
+    """Maximum number of calls per turn that are executed; the policy gets an error for the others."""
     max_tool_response_length: Positive = 256
-    """Characters of a tool's answer; a longer one is cut."""
+    """Maximum number of characters of a tool's response; longer ones are truncated."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
-    """Part of a long answer that is kept: its left end, its right end, or both ends."""
+    """Side of a long tool response that is kept: its left end, its right end, or both ends (middle)."""
     tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable"] = "strict"
-    """Refuse a chat template if turns put together are not what it gives for the whole; or let white space differ."""
+    """Refuse a chat template if concatenated turns differ from its output for all of them; or ignore white space."""
     timeout: PositiveFloat = 10.0
-    """Seconds that a call of a tool or a step of an environment may take. (tether's own key.)"""
+    """Timeout in seconds for a call of a tool or a step of an environment. (tether's own key.)"""
     max_kept_tokens: Annotated[
         Count, ActsIf(MULTI_TURN, on=(True,), other=ActsIf(AGENT, on=(ENDPOINT,)), also=NATIVE)
     ] = 65536
-    """Tokens of answered conversations whose keys and values are kept; the others are prefilled. (tether's own key.)"""
+    """Maximum tokens whose KV cache is kept for waiting conversations; others are prefilled. (tether's own key.)"""
 
 
 class EndpointConfig(Section):
-    """`rollout.agent.endpoint`: programs that play episodes against an OpenAI-compatible server. tether's own keys."""
+    """`rollout.agent.endpoint`: programs that play episodes through an OpenAI-compatible server. tether's own keys."""
 
     program: str | None = None
-    """What plays an episode with a row: a command; a Python function, FILE.py:NAME; verifiers: its environment."""
+    """What plays a row's episode: a command; a Python function, FILE.py:NAME; or verifiers: the row's environment."""
     reward: Literal["function", "program"] = "function"
     """What scores an episode: the run's reward function, or the program, by its result or by POST /v1/reward."""
     model: Name = "policy"
     """Name of the policy in requests."""
     timeout: PositiveFloat = 600.0
-    """Seconds that an episode may take; then its program is killed."""
+    """Timeout of an episode in seconds, after which its program is killed."""
     max_calls: Positive = 64
-    """Calls of an episode that are answered; further ones are errors."""
+    """Maximum number of an episode's calls; further ones are errors."""
     max_request_bytes: Positive = 4194304
-    """Bytes of a request; a longer one is an error."""
+    """Maximum size of a request in bytes; a longer one is an error."""
 
 
 class AgentConfig(Section):
-    """`rollout.agent`: who answers the policy between its turns."""
+    """`rollout.agent`: what replies to the policy between its turns."""
 
     default_agent_loop: str = "single_turn_agent"
     """Agent of rows without agent_name: single_turn_agent, tool_agent or FILE.py:CLASS; endpoint: a program for all."""
@@ -80,12 +80,12 @@ class AgentConfig(Section):
     num_workers: Annotated[
         Positive, NullIsUnset(), ActsIf(MULTI_TURN, on=(True,), other=ActsIf(AGENT, on=(ENDPOINT,)))
     ] = 8
-    """Processes that run tools and environments, or programs of the endpoint."""
+    """Number of processes that run tools and environments, or programs of the endpoint."""
     endpoint: Annotated[EndpointConfig, ActsIf(AGENT, on=(ENDPOINT,))]
 
     @property
     def plays_endpoint(self) -> bool:
-        """Return whether programs play the rows against an OpenAI-compatible server."""
+        """Return whether programs play the rows through an OpenAI-compatible server."""
         return self.default_agent_loop == ENDPOINT
 
     @property

@@ -1,4 +1,4 @@
-"""Rules of conversations: agents, tools, environments."""
+"""Rules for conversations: agents, tools, environments."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ OWN_CLASS = r".+\.py:\w+"
 
 
 def agents_are_known(cfg: RunConfig) -> Problem | None:
-    """The agent is a known one or a class of the user's, and has what it needs."""
+    """The agent must be known, or a user's class, and what it needs must be configured."""
     key, name = f"{ROLLOUT}.agent.default_agent_loop", cfg.actor_rollout_ref.rollout.agent.default_agent_loop
-    named_in_file = cfg.actor_rollout_ref.rollout.agent.agent_loop_config_path  # which is read later
+    named_in_file = cfg.actor_rollout_ref.rollout.agent.agent_loop_config_path  # the file is read later
     if name not in AGENTS and not re.fullmatch(OWN_CLASS, name) and not named_in_file:
         choices = ", ".join(AGENTS)
         return Problem(key, f"{name} is no agent", f"set it to {choices}, or to a class of your own: FILE.py:CLASS")
@@ -34,7 +34,7 @@ def agents_are_known(cfg: RunConfig) -> Problem | None:
 
 
 def programs_play(cfg: RunConfig) -> Problem | None:
-    """An endpoint has a program, which holds the conversations itself, and nothing else answers or scores its rows."""
+    """An endpoint needs a program, which plays the conversations; nothing else may reply to its rows or score them."""
     rollout, reward = cfg.actor_rollout_ref.rollout, cfg.reward_model
     endpoint, agent = f"{ROLLOUT}.agent.endpoint", f"{ROLLOUT}.agent.default_agent_loop={ENDPOINT}"
     if not rollout.agent.plays_endpoint:
@@ -64,7 +64,7 @@ def programs_play(cfg: RunConfig) -> Problem | None:
 
 
 def turns_end(cfg: RunConfig) -> Problem | None:
-    """A turn ends with an end-of-sequence token."""
+    """The policy must be able to end a turn by an end-of-sequence token."""
     rollout = cfg.actor_rollout_ref.rollout
     if not rollout.ignore_eos or not (rollout.multi_turn.enable or rollout.agent.plays_endpoint):
         return None
@@ -73,7 +73,7 @@ def turns_end(cfg: RunConfig) -> Problem | None:
 
 
 def ranks_sample_one_turn(cfg: RunConfig) -> Problem | None:
-    """The driver process calls tools, so it samples with servers or, on one device, natively."""
+    """Tools are called by the driver process, so it must sample with servers or, on one device, natively."""
     rollout, devices = cfg.actor_rollout_ref.rollout, device_count(cfg)
     if devices == 1 or rollout.name in SERVERS or not (rollout.multi_turn.enable or rollout.agent.plays_endpoint):
         return None

@@ -1,4 +1,4 @@
-"""Replies to a policy between its turns: from tools that it calls, or from an environment that replies to every turn.
+"""Replies to the policy between its turns: by tools that it calls, or by an environment that replies to every turn.
 
 A row continues as long as it gets replies::
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CHARACTERS_A_TOKEN = 32
-"""More than tokens of any text have on average."""
+"""Upper bound of the average number of characters per token in any text."""
 
 
 @dataclass(frozen=True)
@@ -53,23 +53,23 @@ class TurnLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversations:
-    """Objects that all conversations of a run share."""
+    """What all conversations of a run share."""
 
     pool: ToolPool
     tokenizer: PreTrainedTokenizerBase
     template: TurnTemplate
     """Template for rows without tools."""
     tool_template: TurnTemplate
-    """Template for rows with tools, which it may list."""
+    """Template for rows with tools; the prompt may list these."""
     turn_end: int
-    """The token with which the template ends a turn; a turn with another end is the last one."""
+    """The token with which the template ends a turn; after a turn with another end the conversation is over."""
     limits: TurnLimits
     call_format: CallFormat
     """Format of the policy's tool calls."""
     default_agent: str
-    """Agent of rows that name none."""
+    """Agent of rows that do not name one."""
     environments_score_alone: bool
-    """Whether rows with an environment are not scored by reward functions."""
+    """Whether reward functions do not score rows with an environment."""
     _indices: Iterable[int] = field(default_factory=count, repr=False)
 
     def begin(self, prompts: Sequence[Prompt], n: int) -> ConversationBatch:
@@ -88,16 +88,16 @@ class _Row:
     turn_ends: list[int] = field(default_factory=list)
     """Index of the last token of each turn in the response."""
     tool_calls: list[list[JsonObject]] = field(default_factory=list)
-    """The calls of each turn that the chat template has to know."""
+    """The calls of each turn that the chat template needs."""
     replies: list[list[Message]] = field(default_factory=list)
-    """Messages after each turn, as far as the policy read them."""
+    """Messages after each turn, as far as the policy has read them."""
     spans: list[tuple[int, int]] = field(default_factory=list)
     """Start and end of the replies' tokens in the response."""
     rewards: dict[int, float] = field(default_factory=dict)
     """Turn -> reward from tools and environment."""
     length: int = 0
     pending: list[int | Reply] | None = None
-    """Requests that compute the reply to the last turn; None: there is no reply."""
+    """Requests for the replies to the last turn; None: there is no reply."""
     by_tools: bool = False
     calls: int = 0
     failed_calls: int = 0
@@ -112,7 +112,7 @@ class _Row:
 
 
 class ConversationBatch:
-    """The conversations of one rollout, which are the `tether.text.sampling.protocol.Responder` of an engine."""
+    """The conversations of one rollout, as the `tether.text.sampling.protocol.Responder` of an engine."""
 
     def __init__(self, shared: Conversations, prompts: Sequence[Prompt], index: int) -> None:
         self._shared, self._index = shared, index
@@ -189,7 +189,7 @@ class ConversationBatch:
         return self._shared.pool.ask(CallRequest(call.name, call.arguments, dict(kwargs)))
 
     def _check_limits(self, conversation: _Row) -> bool:
-        """Record whether the limits allow no further turn, and return it."""
+        """Return whether a limit allows no further turn, and record it."""
         limits = self._shared.limits
         max_turns, max_replies = limits.max_assistant_turns, limits.max_user_turns
         if (max_turns and len(conversation.turns) >= max_turns) or (
@@ -224,7 +224,7 @@ class ConversationBatch:
 
     def _tokenized(self, conversation: _Row, messages: list[Message], room: int) -> list[int] | None:
         """Return the token ids of the replies, and of the opening of the policy's next turn."""
-        # A tool that truncated its text may return half characters, which no tokenizer accepts.
+        # A tool may split a surrogate pair when it truncates text, and no tokenizer accepts half of one.
         messages = [{**m, "content": m["content"].encode("utf-8", "replace").decode()} for m in messages]
         if self._is_surely_longer(messages, room):
             conversation.cut_by = "length"
@@ -245,7 +245,8 @@ class ConversationBatch:
         return ids
 
     def _is_surely_longer(self, messages: Sequence[Message], room: int) -> bool:
-        """Whether the beginning of very long replies fills the room already: to tokenize all would take minutes."""
+        """Whether the beginning of very long replies already exceeds the room; tokenizing all of them would take
+        minutes."""
         enough = CHARACTERS_A_TOKEN * (room + 1)
         text = "".join(message["content"].strip() for message in messages)
         return len(text) > enough and len(tokenize([text[:enough]], self._shared.tokenizer)[0]) > room
@@ -281,7 +282,7 @@ class ConversationBatch:
         return sum(self._rows[row].rewards.values())
 
     def counts(self, row: int) -> dict[str, float]:
-        """Return numbers about a conversation, for metrics."""
+        """Return counts of a conversation, for metrics."""
         conversation = self._rows[row]
         return {
             "turns": float(len(conversation.replies) + 1),
@@ -296,7 +297,7 @@ class ConversationBatch:
 
         Args:
             rollout: the rollout with this responder.
-            scores: score of the reward function for each row, which is placed on the row's last token.
+            scores: score of the reward function for each row, which is assigned to the row's last token.
         """
         placed = torch.zeros(rollout.response_mask.shape, dtype=torch.float32)
         last = torch.where(rollout.response_mask, torch.arange(placed.shape[1]), -1).amax(dim=-1)

@@ -1,12 +1,12 @@
-"""The tokens between two turns of the policy, exactly as the chat template writes them.
+"""Tokenizes the text between two turns of the policy, exactly as the chat template writes it.
 
-Sampled ids stay unchanged: only the text of others is tokenized, and control tokens in it are plain text. A context
-thus consists of segments::
+Sampled ids stay unchanged: only text that the policy did not sample is tokenized, with control tokens in it as plain
+text. A context thus consists of segments::
 
     prompt ids | sampled ids, up to the end of the turn | ids of the replies, and the opening of the next turn | ...
 
-which equals the template's output for the full conversation, if the template writes each message the same regardless of
-later ones. `TurnTemplate.check` verifies this before a run begins.
+These equal the template's output for the full conversation, if the template writes each message independently of later
+ones. `TurnTemplate.check` verifies this before a run begins.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class TurnTemplate:
 
         Args:
             prompt: messages before the first response.
-            turns: the replies to each turn of the policy; the ids are those of the last replies.
-            calls: of each turn the calls that the template has to know, in the layout of OpenAI's API.
+            turns: the replies to each turn of the policy; the ids of the last ones are returned.
+            calls: for each turn, the calls that the template needs, in the format of OpenAI's API.
 
         Raises:
             ValueError: the template refuses the messages.
@@ -68,7 +68,7 @@ class TurnTemplate:
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a conversation and of the opening of the policy's turn.
 
-        Control tokens are text, but for those of the assistant.
+        Control tokens in messages are text, except in those of the assistant.
 
         Raises:
             ValueError: the template refuses the messages.
@@ -82,14 +82,14 @@ class TurnTemplate:
         return ids
 
     def turn_end(self, role: str, calls: Sequence[JsonObject] = ()) -> int:
-        """Return the token with which the template ends a turn that `role` replies to.
+        """Return the token with which the template ends a turn to which `role` replies.
 
         Args:
             role: the role.
-            calls: the calls of the turn, if the template has to know them.
+            calls: the calls of the turn, if the template needs them.
 
         Raises:
-            ValueError: it does not end sampling.
+            ValueError: the token does not end sampling.
         """
         first, *_ = self._after([_user("?")], [[_reply(role, "7", calls)]], [calls])
         if first not in self._stop_token_ids:
@@ -127,7 +127,7 @@ class TurnTemplate:
                     )
 
     def check_calls(self, call_format: CallFormat, name: str) -> None:
-        """Check that the format reads a call as the template writes it, and that replies to the call follow it.
+        """Check that the format parses a call as the template writes it, and that replies to the call follow it.
 
         Args:
             call_format: the format.
@@ -144,10 +144,10 @@ class TurnTemplate:
         except ValueError:
             if call_format.is_read_back:
                 raise
-            return  # it writes calls in no turn, or from other data
+            return  # the template writes no calls, or takes them from other data
         tail = self.replies(prompt, [[reply]], [calls] if call_format.is_read_back else [])
         pairs = zip(full, self._ids(prompt), strict=False)
-        start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))  # the opening may hold a thought
+        start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))  # the opening may contain a thought
         wrote = self._text(full[start : len(full) - len(tail) - 1])
         if call.name not in wrote and not call_format.is_read_back:
             return
@@ -170,7 +170,7 @@ class TurnTemplate:
             yield _THOUGHT + "Let me see."
 
     def _difference(self, role: str, turn: str, *, loosely: bool) -> str:
-        """Return the first deviation in two turns of the policy that `role` replies to; empty if there is none."""
+        """Return the first difference in two turns of the policy to which `role` replies; empty if there is none."""
         prompt: list[Message] = [_user("What is 5 + 7?")]
         conversation, turns = [*prompt], list[list[Message]]()
         context = self._ids(prompt)
@@ -223,7 +223,7 @@ class TurnTemplate:
             self._control.tokenize_broken(after, broken_by) if broken_by else tokenize([after], self._tokenizer)[0]
         )
         ids: list[int] = by_text.tolist()
-        if calls and calls[-1]:  # the mark stands in the arguments of the last call, which the template closes
+        if calls and calls[-1]:  # the mark is inside the arguments of the last call, which the template closes
             ids = ids[next((index for index, token in enumerate(ids) if token in self._stop_token_ids), 0) :]
         return ids
 
@@ -242,7 +242,7 @@ class TurnTemplate:
 
 
 def _turn(mark: str, calls: Sequence[JsonObject]) -> JsonObject:
-    """Return a turn of the policy that the mark stands for."""
+    """Return a turn of the policy that contains the mark, in its content or in the arguments of its last call."""
     if not calls:
         return {"role": "assistant", "content": mark}
     *others, last = calls
@@ -251,7 +251,7 @@ def _turn(mark: str, calls: Sequence[JsonObject]) -> JsonObject:
 
 
 def _reply(role: str, content: str, calls: Sequence[JsonObject]) -> JsonObject:
-    """Return a reply to a turn; one to a call names it."""
+    """Return a reply to a turn; if the turn has a call, the reply names it."""
     named = {"tool_call_id": calls[0]["id"], "name": calls[0]["function"]["name"]} if calls else {}
     return {"role": role, "content": content, **named}
 

@@ -1,4 +1,4 @@
-"""Copies of an engine's state, so that it can be written while training goes on."""
+"""Copies of an engine's state, so that it can be written while training continues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 
 def with_weights(model: PreTrainedModel, weights: Iterable[Tensor]) -> PreTrainedModel:
-    """Copy a model with other tensors as its parameters; tied parameters stay tied."""
+    """Copy a model with these tensors as its parameters; tied parameters stay tied."""
     pairs = zip(model.parameters(), weights, strict=True)
     return copy.deepcopy(model, {id(p): nn.Parameter(tensor, requires_grad=p.requires_grad) for p, tensor in pairs})
 

@@ -43,12 +43,12 @@ from tether.types import StateDict
 
 @dataclass(frozen=True)
 class Sharding:
-    """The ranks that share a model and the devices of its shards, which affect memory and speed, never the result."""
+    """How ranks share a model, and which devices store its shards; this affects memory and speed, never the result."""
 
     shards: int = -1
-    """Number of ranks per copy of the model; fewer than all ranks means several copies (HSDP); -1 means all."""
+    """Number of ranks that share a copy of the model; fewer than all means several copies (HSDP); -1 means all."""
     sequence: int = 1
-    """Number of consecutive ranks that split each row of packed tokens and get the same rows."""
+    """Number of consecutive ranks that get the same rows of packed tokens and split the tokens of each."""
     reshard: bool = True
     """Whether a layer's gathered weights are freed after its forward pass and gathered again for the backward pass."""
     reduce_dtype: torch.dtype | None = None
@@ -65,8 +65,8 @@ class Sharding:
 class FsdpEngine(RanksEngine[Outputs]):
     """The engine of one rank for a model that is sharded over many; every method is collective.
 
-    `infer` and `learn` take the rows of this rank. Each rank writes whole weights of some layers and their optimizer
-    state, so that a checkpoint does not depend on the number of ranks.
+    `infer` and `learn` take the rows of this rank. In a checkpoint each rank writes complete weights of some layers and
+    their optimizer state, so that the files do not depend on the number of ranks.
 
     Args:
         model: a whole policy, critic or reference, in float32 if it is trained. It is sharded in place.
@@ -87,7 +87,7 @@ class FsdpEngine(RanksEngine[Outputs]):
         compute_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        self._empty = empty_copy(model)  # to rebuild the whole model when it is gathered
+        self._empty = empty_copy(model)  # for rebuilding the whole model when it is gathered
         self._writers = writers(model, dist.get_world_size())
         self._writing = Writing()
         self._compute_dtype = compute_dtype or model.dtype
@@ -103,7 +103,7 @@ class FsdpEngine(RanksEngine[Outputs]):
             self._check()
 
     def _check(self) -> None:
-        """Check the weights as `prepare_for_packing` does, which could not be done before they were loaded."""
+        """Check the weights as `prepare_for_packing` does; this was not possible before they were loaded."""
         shards = [(name, _local_tensor(parameter)) for name, parameter in self.model.named_parameters()]
         broken = from_all([name for name, shard in shards if not is_finite(shard)])
         refuse_broken(self.model, sorted(set(chain.from_iterable(broken))))
@@ -112,7 +112,7 @@ class FsdpEngine(RanksEngine[Outputs]):
             self._reshard()
 
     def frozen(self, micro: MicroBatching, during: Callable[[PreTrainedModel], Any]) -> FsdpEngine[Outputs]:
-        """Return an engine with the same weights that is not trained: with LoRA, the reference is the policy without
+        """Return an engine with the same weights that is not trained: with LoRA the reference is the policy without its
         adapter."""
         twin = copy.copy(self)
         twin.micro = twin.infer_micro = micro
@@ -143,7 +143,7 @@ class FsdpEngine(RanksEngine[Outputs]):
 
     @contextmanager
     def _weights_on_device(self) -> Iterator[None]:
-        """Move the weights to the rank's device within the context, if they are on the CPU otherwise."""
+        """Move the weights to the rank's device within the context, if they are stored on the CPU."""
         rests = self.sharding.weights_rest_on_host and not self.sharding.on_host
         if rests:
             self._root.to(self._device)
@@ -156,11 +156,11 @@ class FsdpEngine(RanksEngine[Outputs]):
         return WeightUpdate(self.version, self._gathered())
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of `export` on all ranks in step, on the CPU of rank 0."""
+        """Yield the tensors of `export` on the CPU of rank 0; all ranks must iterate together."""
         return self._gathered(on_host=dist.get_rank() == 0)
 
     def _gathered(self, *, on_host: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the whole value of each weight; tied ones are gathered once and follow each other."""
+        """Yield the name and the whole value of each weight; tied weights are gathered once and are adjacent."""
         for names, value in with_all_names(self.model):
             tensor = _full_tensor(value.to(self._compute_dtype) if isinstance(value, DTensor) else value)
             tensor = tensor.cpu() if on_host else tensor
@@ -170,9 +170,9 @@ class FsdpEngine(RanksEngine[Outputs]):
         """Copy what this rank has to write and start writing it; `writing` returns whether it is done.
 
         Args:
-            share: this rank's folder, for its share of the model in the folder `name`, and of the training state.
+            share: this rank's folder, for its shard of the model in the folder `name`, and of the training state.
             name: the name of the role.
-            with_state: whether the training state is saved, too.
+            with_state: whether to save the training state, too.
         """
         assert self._save, "a frozen model is not saved"
         save, model = self._save, self._my_model()
@@ -190,9 +190,9 @@ class FsdpEngine(RanksEngine[Outputs]):
         return self._writing.answer()
 
     def _my_model(self) -> PreTrainedModel:
-        """Copy the weights that this rank writes to the CPU; the others are on the meta device.
+        """Copy the weights that this rank writes to the CPU; all others are on the meta device.
 
-        Rank 0 has all adapters, since it also writes them separately.
+        Rank 0 has all adapters, because it also writes them separately.
         """
         rank, adapts = dist.get_rank(), not all(p.requires_grad for p in self.model.parameters())
         weights = []
@@ -203,7 +203,7 @@ class FsdpEngine(RanksEngine[Outputs]):
         return with_weights(self._empty, weights)
 
     def _my_state(self) -> tuple[StateDict, dict[int, dict[str, Tensor]]]:
-        """Return all training state except moments, and the moments of the weights that this rank writes."""
+        """Return all training state except the moments, and the moments of the weights that this rank writes."""
         assert self.optimizer
         state, rank = self.optimizer.state_dict(), dist.get_rank()
         writer = dict(zip(map(id, self.model.parameters()), self._writers, strict=True))
@@ -216,7 +216,7 @@ class FsdpEngine(RanksEngine[Outputs]):
         return tree_to_cpu(state | {"state": steps, "version": self.version}), mine
 
     def load_state(self, file: Path) -> int:
-        """Load this rank's shards of a state that any engine and number of ranks saved, and return its `version`."""
+        """Load this rank's shards of a state, saved by any engine on any number of ranks, and return its `version`."""
         assert self.optimizer
         with reading(file, ANOTHER_CHECKPOINT):
             state = load_state(file, mapped=True)
@@ -233,7 +233,7 @@ class FsdpEngine(RanksEngine[Outputs]):
         shared = [self._sequence] if self._sequence else []
         outputs, _ = self._root(lambda: forward(self.model, micro, self.reference, *shared))
         if not torch.is_grad_enabled():
-            self._reshard()  # else a forward pass after the optimizer's step could find the weights before it
+            self._reshard()  # otherwise a forward pass after an optimizer step could use the old weights
         return outputs
 
     def _reshard(self) -> None:
@@ -269,15 +269,15 @@ def _sequence_ranks(device: torch.device, sequence: int) -> SequenceRanks | None
 
 
 class _Root(nn.Module):
-    """A root module that gathers the weights outside of the layers while a forward calls parts of the model
-    directly."""
+    """A root module that gathers the weights outside of the layers, for forward passes that call components of the
+    model directly."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, run: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
-        """Return the outputs and those of their tensors where the backward pass begins, which must not be views."""
+        """Return the outputs, and those of their tensors where the backward pass starts, which must not be views."""
         outputs = run()
         if outputs is None:
             return None, []
@@ -307,7 +307,7 @@ def _shard_model(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype, s
     for module in model.modules():
         if type(module).__name__ in layers:
             shard(module, mp_policy=policy)
-    if model.get_output_embeddings() is None:  # a critic, whose head stays wide: bfloat16 would round its values
+    if model.get_output_embeddings() is None:  # a critic, whose head keeps its dtype: bfloat16 would round its values
         shard(model.base_model, mp_policy=policy)
         policy = wide
     root = _Root(model)
@@ -315,14 +315,14 @@ def _shard_model(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype, s
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # Gloo cannot multiply while it sums
+            module.set_force_sum_reduction_for_comms(True)  # Gloo cannot scale while it sums
     return root
 
 
 def _rows_of(
     model: PreTrainedModel, sources: Sequence[tuple[Path, str] | None]
 ) -> Iterator[tuple[tuple[Path, str], int, Tensor]]:
-    """Yield the shards of this rank that `read_rows` has to read."""
+    """Yield the shards of this rank, for `read_rows` to read."""
     for parameter, source in zip(model.parameters(), sources, strict=True):
         if source is not None:
             assert isinstance(parameter, DTensor)
@@ -345,13 +345,13 @@ def _full_tensor(value: Tensor) -> Tensor:
 
 
 def _on_first_rank(value: Tensor) -> Tensor:
-    """Return the whole tensor on the CPU of rank 0; the result on the other ranks is not used."""
+    """Return the whole tensor on the CPU of rank 0; other ranks must not use the result."""
     tensor = _full_tensor(value.detach())
     return tensor.cpu() if dist.get_rank() == 0 else value
 
 
 def _shard_like(value: Any, parameter: nn.Parameter) -> Any:
-    """Return this rank's shard of a tensor of a parameter's shape; other values are unchanged."""
+    """Return this rank's shard of a tensor with the parameter's shape; other values are unchanged."""
     assert isinstance(parameter, DTensor)
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value

@@ -1,4 +1,4 @@
-"""A model, its optimizer and their updates: the common base of engines with one process and with many ranks.
+"""A model, its optimizer and their updates: the common base of engines in one process and on many ranks.
 
 One update of a rollout::
 
@@ -61,7 +61,7 @@ MOMENTS = (
     "take a smaller actor_rollout_ref.model.path, critic.model.path or a larger machine."
 )
 FIRST_UPDATE = ("ratio_mean", "ratio_max", "ratio_min", "pg_clipfrac", "pg_clipfrac_lower")
-"""Metrics that are also logged for the first optimizer step alone, where the policy is still the old one."""
+"""Metrics that are also logged for the first optimizer step alone, where the policy still is the old one."""
 
 
 class SkippedMiniBatch(Generic[Outputs]):
@@ -74,7 +74,7 @@ class SkippedMiniBatch(Generic[Outputs]):
         batch: TrainBatch,
         loss: LossSpec[TrainBatch, Outputs],
     ) -> None:
-        # Pickled together: with LoRA the reference is the model itself, with its adapter off.
+        # Pickled together, because with LoRA the reference is the model itself with its adapter disabled.
         self.model, self.reference, self.batch, self.loss = model, reference, batch, loss
 
     def __len__(self) -> int:
@@ -146,7 +146,8 @@ class AutogradEngine(Generic[Outputs]):
 
         def attempt(micro: MicroBatching) -> Outputs | None:
             groups = [torch.tensor(rows) for rows in micro.split(sizes)]
-            # As in the update, whose kernels round otherwise than PyTorch's default ones: the first ratio is 1.
+            # The update uses deterministic kernels, too; others would round differently, and the first ratio would not
+            # be 1.
             with torch.no_grad(), self._during(self.model), deterministic_kernels():
                 padding = self._rounds(len(groups)) - len(groups)
                 outputs = [self._run(forward, batch[rows]) for rows in groups]
@@ -216,15 +217,15 @@ class AutogradEngine(Generic[Outputs]):
         """Accumulate the gradient of one mini-batch's loss over its micro-batches in the parameters.
 
         Args:
-            mini: its rows on this rank.
+            mini: the rows of the mini-batch on this rank.
             loss: the loss to minimise.
-            sizes: the sizes of the whole mini-batch; None if all of it is on this rank.
+            sizes: sizes of the whole mini-batch; None if all of it is on this rank.
 
         Returns:
             Metrics to merge, and the model's outputs for each row without gradients, or None if this rank has no row.
         """
         assert self.optimizer
-        self.model.train()  # dropout is off; this only lets layers recompute where gradient checkpointing is on
+        self.model.train()  # there is no dropout; train mode only enables gradient checkpointing
         rows = self._row_sizes(mini)
         if sizes is None:
             valid = count_valid(mini.response_mask)
@@ -299,11 +300,11 @@ class AutogradEngine(Generic[Outputs]):
         """Complete the accumulated gradients; a hook for subclasses."""
 
     def _clip_gradients(self, limit: float) -> float:
-        """Scale the gradient down to a norm of `limit`, and return its norm before."""
+        """Scale the gradient down to a norm of at most `limit`, and return its norm before."""
         return float(torch.nn.utils.clip_grad_norm_(self.trained, limit))
 
     def _weights_changed(self) -> None:
-        """Handle new weights after a step of the optimizer; a hook for subclasses."""
+        """Called after an optimizer step; a hook for subclasses."""
 
     def _keep_incident(
         self, step: int, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], share: MiniBatch
@@ -313,7 +314,7 @@ class AutogradEngine(Generic[Outputs]):
     def _within_memory(
         self, attempt: Callable[[MicroBatching], Result], micro: MicroBatching, rows: Sequence[RowSize]
     ) -> Result:
-        """Run an attempt with these limits, or with the smaller ones that were needed before."""
+        """Run an attempt with these limits, or with smaller ones that were needed before."""
         limit = self._reduced.get(micro, micro)
         result, self._reduced[micro] = within_memory(attempt, limit, lambda limit: limit.halved(rows), str, TOO_LONG)
         return result

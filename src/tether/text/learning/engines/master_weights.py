@@ -1,9 +1,9 @@
 """Mixed precision: the model computes in bfloat16, the optimizer updates float32 master weights.
 
-The model's parameters are bfloat16 themselves, so no forward casts them and the sampler can share them. Each gradient
-is added to the master's float32 gradient as soon as it is complete and then freed, so that micro-batches accumulate in
-float32 and there is only one set of gradients in memory. Frozen weights, as under LoRA, have no master: nothing
-computes with more than their bfloat16 values.
+The model's parameters are bfloat16 themselves, so no forward pass casts them and the sampler can share them. Each
+gradient is added to the master's float32 gradient as soon as it is complete and then freed, so that micro-batches
+accumulate in float32 and there is only one set of gradients in memory. Frozen weights, as under LoRA, have no master,
+because nothing uses them at a higher precision than bfloat16.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-_CACHED = 1 << 18  # elements that fit a CPU's cache
+_CACHED = 1 << 18  # elements that fit into a CPU's cache
 
 
 class MasterWeights:
     """The float32 weights of a model that computes in a narrower dtype.
 
     Args:
-        model: a float32 model; its parameters become `dtype`, except a critic's head, whose values bfloat16 would
-            round.
+        model: a float32 model; its parameters become `dtype`, except the head of a critic, because bfloat16 would round
+            its values.
         dtype: the dtype to compute in.
     """
 
@@ -45,7 +45,7 @@ class MasterWeights:
         return [master for _, master in self._pairs if master.requires_grad]
 
     def begin_gradients(self) -> None:
-        """Begin to accumulate gradients, in the memory of the previous ones, since allocating fresh memory is slow."""
+        """Start to accumulate gradients, in the memory of the previous ones, since allocating fresh memory is slow."""
         self._stale.clear()
         for parameter, master in self._pairs:
             if master.grad is not None and parameter is master:
@@ -69,8 +69,8 @@ class MasterWeights:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Install the masters as the model's parameters within the context, and frozen weights in float32, to save the
-        model."""
+        """Within the context, replace the model's parameters by the masters, and frozen weights by float32 copies, to
+        save the model."""
         narrow = [parameter.data for parameter, _ in self._pairs]
         for parameter, master in self._pairs:
             parameter.data = master.data.float()
@@ -82,8 +82,8 @@ class MasterWeights:
 
 
 def _accumulate_hook(master: nn.Parameter, stale: set[nn.Parameter]) -> Callable[[Tensor], None]:
-    """Return a hook that adds a gradient to the master's and frees it; the first one overwrites the master's stale
-    gradient.
+    """Return a hook that adds a gradient to the master's and frees it; the first gradient overwrites a stale one of the
+    master.
 
     It must not refer to its own parameter: Python does not collect cycles through such hooks, so the weights would stay
     in memory as long as the process.
@@ -104,7 +104,7 @@ def _accumulate_hook(master: nn.Parameter, stale: set[nn.Parameter]) -> Callable
 
 
 def _add(total: Tensor, gradient: Tensor) -> None:
-    """Add in place; on a CPU a few rows at a time, since PyTorch first copies `gradient` to the wider dtype."""
+    """Add in place; on a CPU a few rows at a time, because PyTorch first copies `gradient` to the wider dtype."""
     if total.device.type != "cpu" or total.numel() <= _CACHED:
         total.add_(gradient)
         return

@@ -1,4 +1,4 @@
-"""An engine for a model on one device of a run with several, without sharding."""
+"""An engine for a model on a single device of a run with several devices, without sharding."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Result = TypeVar("Result")
 
 
 class OneRankEngine(LocalEngine[Outputs]):
-    """A `LocalEngine` with the interface of the engines on ranks; FSDP would copy all weights for every pass."""
+    """A `LocalEngine` with the interface of engines on ranks; FSDP would copy all weights for every pass."""
 
     @cached_property
     def _writing(self) -> Writing:
         return Writing()
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of `export` on the CPU; tied ones follow each other."""
+        """Yield the tensors of `export` on the CPU; tied ones are adjacent."""
         for names, value in with_all_names(self.model):
             tensor = value.cpu()
             yield from ((name, tensor) for name in names)

@@ -24,10 +24,10 @@ Found = TypeVar("Found")
 
 
 class RanksEngine(AutogradEngine[Outputs]):
-    """An engine of one of several ranks; every method is collective."""
+    """The engine of one of several ranks; every method is collective."""
 
     speakers: Sequence[int]
-    """For each group of ranks with the same rows, the rank that has the model's outputs."""
+    """For each group of ranks with the same rows, the rank that returns the model's outputs."""
 
     _empty: PreTrainedModel
     """The model without its weights."""
@@ -36,14 +36,13 @@ class RanksEngine(AutogradEngine[Outputs]):
         """Write the model without its weights; called on one rank."""
         assert self._save, "a frozen model is not saved"
         parameters = list(self._empty.parameters())
-        adapts = not all(p.requires_grad for p in parameters)  # adapters are written by themselves, too
+        adapts = not all(p.requires_grad for p in parameters)  # adapters are also written separately
         weights = (torch.zeros(p.shape) if adapts and p.requires_grad else p for p in parameters)
         self._save(with_weights(self._empty, weights), folder)
 
     @abstractmethod
     def whole_model(self) -> PreTrainedModel | None:
-        """Return a copy with the weights that the optimizer updates on the CPU of rank 0, and None on the other
-        ranks."""
+        """Return a copy with the weights that the optimizer updates, on the CPU of rank 0; None on the other ranks."""
 
     def _rounds(self, count: int) -> int:
         return max(from_all(count))
@@ -83,7 +82,7 @@ class RanksEngine(AutogradEngine[Outputs]):
             self._incidents.keep(step, model, SkippedMiniBatch(model, self.reference, rows, loss))
 
     def _from_groups(self, value: Found) -> list[Found]:
-        """Gather the value of each group of ranks with the same rows."""
+        """Gather one value from each group of ranks with the same rows."""
         every = from_all(value)
         return [every[rank] for rank in self.speakers]
 
@@ -91,11 +90,11 @@ class RanksEngine(AutogradEngine[Outputs]):
 def or_smaller_next_time(
     attempt: Callable[[MicroBatching], Found], micro: MicroBatching, rows: Sequence[RowSize]
 ) -> Found:
-    """Run an attempt in micro-batches of these limits.
+    """Run an attempt with micro-batches of these limits.
 
     Raises:
-        MicroBatchTooLarge: they do not fit, and smaller ones might.
-        OutOfMemory: they do not fit, and each is a single row.
+        MicroBatchTooLarge: they do not fit into memory, and smaller ones might.
+        OutOfMemory: they do not fit into memory, and each is already a single row.
     """
     where, smaller = f"a forward or backward pass with {micro}", micro.halved(rows)
     try:
@@ -108,6 +107,6 @@ def or_smaller_next_time(
 
 
 def _merge(shares: Sequence[tuple[Tensor, Any]]) -> Any:
-    """Merge the rows of shares of a mini-batch in the mini-batch's order."""
+    """Merge the shares of a mini-batch into its order of rows."""
     order = torch.cat([positions for positions, _ in shares]).argsort()
     return torch.cat([rows for _, rows in shares])[order]

@@ -16,8 +16,8 @@ from tether.text.models.save import adapter_folder, join_shards
 def writers(model: PreTrainedModel, ranks: int) -> list[int]:
     """Return the rank that writes each of `model.parameters()`, balanced by size.
 
-    A layer stays on one rank, since saving may merge several of its weights into one tensor. What is trained beside
-    adapters, a critic's head, is on the first rank, which has all adapters.
+    A layer stays on one rank, because saving may merge several of its weights into one tensor. A critic's head that is
+    trained along with adapters is on the first rank, which has all adapters.
     """
     beside_adapters = {
         number
@@ -41,7 +41,7 @@ def writers(model: PreTrainedModel, ranks: int) -> list[int]:
 
 
 def join_shares(shares: Sequence[Path], folder: Path, state: Path | None) -> None:
-    """Combine what ranks wrote in `FsdpEngine.begin_saving` into a model's folder and, unless None, its state."""
+    """Combine what ranks wrote in `FsdpEngine.begin_saving` into a model's folder and, unless None, a state file."""
     join_shards([share / folder.name for share in shares], folder)
     if state:
         for number, share in enumerate(shares, 1):

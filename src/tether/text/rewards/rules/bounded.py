@@ -1,4 +1,5 @@
-"""Limits for the evaluation of an answer: a tower of powers is a short text, but its value exceeds any memory."""
+"""Limits for the evaluation of an answer, because the value of a short text, a tower of powers, may exceed any
+memory."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from typing import Any
 from tether.runtime.package_warnings import quiet_fork
 
 MAX_SECONDS = 2.0
-"""Limit of processor time. A comparison of answers to MATH takes 10 ms, the first one in a process a second."""
+"""Limit of processor time. A comparison of MATH answers takes 10 ms, the first one in a process a second."""
 MAX_MEMORY = 1 << 30
 """Limit of memory, in bytes, in addition to the memory of the calling process."""
 _LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT)  # an answer may also overflow the stack
@@ -30,8 +31,8 @@ class BoundedProcessKilled(RuntimeError):
 def bounded(function: Callable[..., bool | float], *arguments: Any) -> Any:
     """Call a function in a fork of this process and return its result.
 
-    A fork costs 5 to 15 ms in a reward worker, and 200 ms in a process with torch and a gigabyte of memory, so a
-    function that is certain to end soon should be called directly.
+    A fork costs 5 to 15 ms in a reward worker, and 200 ms in a process with torch and a gigabyte of memory, so call a
+    function directly if it is certain to end soon.
 
     Args:
         function: function whose result can be converted to JSON; its side effects are lost.
@@ -42,7 +43,7 @@ def bounded(function: Callable[..., bool | float], *arguments: Any) -> Any:
         RuntimeError: the function raised an exception.
         BoundedProcessKilled: the process was killed for another reason.
     """
-    # A fork, because no signal interrupts a power of large numbers in this process.
+    # A fork, because in this process no signal could interrupt a power of large numbers.
     reading, writing = os.pipe()
     with quiet_fork():
         child = os.fork()
@@ -77,5 +78,5 @@ def _limited(function: Callable[..., bool | float], *arguments: Any) -> tuple[st
         return "result", function(*arguments)
     except (MemoryError, RecursionError):
         return "limit", None
-    except Exception as error:  # noqa: BLE001 - a library may raise anything on a policy's answer
+    except Exception as error:  # noqa: BLE001 - a library may raise anything for a policy's answer
         return "raised", f"{type(error).__name__}: {error}"[:500]

@@ -20,7 +20,7 @@ _LATEX = [LatexExtractionConfig(boxed_match_priority=0)]
 _ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 _ANSWER_PHRASE = re.compile(r"(?i)answers?(?:\s*:|\s+is\b|\s+are\b)\s*([^\n]+)")
 _SHORT = re.compile(r"[\w\s.,/$()+-]{0,30}")
-"""Answers that are fast to compare, whatever they contain."""
+"""Answers that are always fast to compare."""
 _DAPO_WINDOW = 300
 _FORMAT = 0.1  # share of geo3k's score
 
@@ -75,7 +75,7 @@ def boxed(data_source: str, solution_str: str, ground_truth: object, extra_info:
 def dapo(data_source: str, solution_str: str, ground_truth: object, extra_info: ExtraInfo) -> dict[str, object]:
     """Return DAPO's reward (arXiv 2503.14476): +1 for the right answer, otherwise -1; with "acc" and "pred".
 
-    The answer is the last ``Answer: ...`` line in the final 300 characters, or else the last boxed expression.
+    The answer is the last ``Answer: ...`` line in the final 300 characters, otherwise the last boxed expression.
     """
     expected = _unboxed(required(ground_truth))
     lines = _ANSWER_LINE.findall(solution_str[-_DAPO_WINDOW:])
@@ -85,7 +85,7 @@ def dapo(data_source: str, solution_str: str, ground_truth: object, extra_info: 
 
 
 def numina(data_source: str, solution_str: str, ground_truth: object, extra_info: dict[str, object]) -> float:
-    r"""Return 1.0 if the last ``\boxed{...}``, or else the text after the last "answer is" or "answer:", is right."""
+    r"""Return 1.0 if the last ``\boxed{...}``, otherwise the text after the last "answer is" or "answer:", is right."""
     expected = _unboxed(required(ground_truth))
     phrases = _ANSWER_PHRASE.findall(solution_str)
     answer = last_boxed(solution_str) or (phrases[-1].strip().rstrip(".").strip("$") if phrases else None)

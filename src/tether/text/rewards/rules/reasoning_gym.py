@@ -52,7 +52,7 @@ def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Ex
     dataset = _dataset(row["task"], json.dumps(row["params"], sort_keys=True))
     task = row["entry"]["metadata"]["source_dataset"] if row["task"] == "composite" else row["task"]
     points = _points(dataset, task, answer, row["entry"])
-    # Most scorers give partial credit to a text that contains the answer. For a number or a word that makes no sense:
+    # Most scorers give partial credit to a text that contains the answer. This makes no sense for a number or a word:
     # 13 would get half the points of 3.
     return float(points >= 1.0) if row["extract"] in ("last_number", "first_word") else points
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 _FENCE = re.compile(r"(?P<before>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<marks>`{3,}|~{3,})(?P<info>[^`]*)")
 _AT_THE_END = re.compile(r"(?<!`)(?P<marks>`{3,})(?P<info>[\w+#]+)[ \t\r]*\Z")
 _TAG = re.compile(r"\{?\.?([\w+#]+)")
-_MAX_INDENT = 4  # columns; a fence that is indented further than the block belongs to the code, such as a docstring
+_MAX_INDENT = 4  # columns; a fence that is indented further than the block is code, such as a docstring
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class _Open:
     marks: str
     tag: str
     before: str = ""
-    """Text before the fence, such as a list marker; the lines of the code are indented as far."""
+    """Text before the fence, such as a list marker; the lines of the code are indented by its width."""
     lines: list[str] = field(default_factory=list)
 
     def add(self, line: str) -> None:
@@ -50,8 +50,8 @@ def find_blocks(text: str, languages: Collection[str]) -> list[Block]:
     """Find the code blocks of a text; the last one may be truncated.
 
     A block begins with a fence of three or more marks at the beginning of a line, or after text if a language follows.
-    It ends with a fence at the beginning of a line, or after its last line of code. Other marks belong to the text or
-    the code, because responses quote how an answer has to begin.
+    It ends with a fence at the beginning of a line, or after its last line of code. All other marks are text or code,
+    because responses quote how an answer has to begin.
 
     Args:
         text: a response.
@@ -79,7 +79,7 @@ def find_blocks(text: str, languages: Collection[str]) -> list[Block]:
 def _open_block(line: str, fence: re.Match[str] | None, languages: Collection[str]) -> _Open | None:
     """Return the block that begins in a line, if there is one."""
     if fence:
-        # The first word is the language; others, as in ```python title=a.py, describe how to display the block.
+        # The first word is the language; further words, as in ```python title=a.py, describe how to display the block.
         words = fence["info"].lower().split()[:1]
         tag = _TAG.match(words[0]) if words else None
         return _Open(fence["marks"], tag[1] if tag else "".join(words), fence["before"])

@@ -53,7 +53,7 @@ def command(
         argv: command of the program, whose working directory is `FOLDER`.
         files: name -> descriptor of a file that is copied to `FOLDER`.
         limits: limits of the program.
-        commands: the only commands in PATH, with a writable root folder; none: all of /usr, read-only.
+        commands: the only commands in PATH, with a writable root folder; empty: all of /usr, read-only.
         status: descriptor for the JSON reports of bwrap.
         seccomp: descriptor of a file with `seccomp_filter`.
     """
@@ -134,7 +134,7 @@ def _environment() -> list[str]:
 
 
 def environment(folder: str) -> dict[str, str]:
-    """Return the environment variables of a program. Hashes of strings are the same in every run."""
+    """Return the environment variables of a program. They make string hashes the same in every run."""
     return {"PATH": PATH, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 
 

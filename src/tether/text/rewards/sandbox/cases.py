@@ -26,7 +26,7 @@ _LAYOUTS = (
 )
 _MAX_UNPACKED = 256 << 20  # bytes
 _IGNORED_OPCODES = ("PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT")  # around the text in a pickle
-_MAX_OPCODES = 6  # of a pickled text
+_MAX_OPCODES = 6  # in a pickled text
 _JSON_TYPES = (str, int, float, type(None), list, dict)
 
 
@@ -81,10 +81,10 @@ def parse_tests(ground_truth: object) -> list[Test]:
 
 
 def refuse_converted(ground_truth: object, tests: Iterable[Test]) -> None:
-    """Refuse tests that the storage in columns may have changed, because a right answer would fail them.
+    """Refuse tests that storage in columns may have changed, because a right answer would fail them.
 
     A column has one type (Parquet, `datasets`). Its mappings have the keys of all rows, with null for missing ones, and
-    its integers become decimal numbers if another row has these.
+    its integers become floats if another row has floats.
 
     Args:
         ground_truth: ground truth of a row from columns; text is stored unchanged.
@@ -237,8 +237,8 @@ def _items(values: Iterable[object]) -> list[object]:
 
 
 def _with_integer_keys(value: object) -> object:
-    """Convert the keys of a JSON object to integers if all of them are, because JSON has only text as keys."""
-    # Longer ones stay text: hashes of such integers can be made to collide.
+    """Convert the keys of a JSON object to integers if all are integers, because JSON has only text as keys."""
+    # Longer keys stay text, because integers of that size can be chosen to collide as hashes.
     if isinstance(value, dict) and value and all(len(key) < 19 and key.removeprefix("-").isdecimal() for key in value):
         return {int(key): item for key, item in value.items()}
     return value
@@ -254,7 +254,7 @@ def _assertion(line: object, setup: str, index: int) -> AssertTest:
     names = names_of(tree)
     bound = names.bound | names.methods | set(MODULES)
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    # If only builtins are called, the answer defines a function with such a name: MBPP asks for a `sum`.
+    # If only builtins are called, the answer defines a function with that name: MBPP asks for a `sum`.
     functions = names.read - bound - set(dir(builtins)) or called - bound
     if not functions:
         raise ValueError(f"{what} uses no function of the answer, so every answer has the same result: {line[:80]!r}")

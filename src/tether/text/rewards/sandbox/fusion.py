@@ -18,7 +18,7 @@ _BUSY = 504
 
 
 def run_remotely(jobs: Sequence[Job], options: ProgramOptions) -> list[Finished]:
-    """Run all jobs on the server, with up to `concurrency` requests at once; results are in the order of the jobs.
+    """Run all jobs on the server, with up to `concurrency` concurrent requests; results are in the order of the jobs.
 
     Raises:
         SandboxError: the server failed for a job, so the result of its program is unknown.

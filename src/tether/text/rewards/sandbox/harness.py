@@ -1,9 +1,9 @@
 """The program that calls the code of an answer. Its source is executed in the sandbox, so it does not import tether.
 
-Standard input is a JSON object with ``code``, and either ``function`` and ``arguments`` of a call, or ``tests``, a
-program in which the names of ``functions`` represent functions and classes of the code. The former prints the result;
-the latter prints ``proof`` if `tests` succeeds. The code then runs in a separate process, which sees neither the tests
-nor the proof; an exit code would be no proof, because the code may control any process that it can reach.
+Standard input is a JSON object with ``code``, and either the ``function`` and ``arguments`` of a call, or ``tests``, a
+program in which the names in ``functions`` stand for functions and classes of the code. For a call it prints the
+result; for tests it prints ``proof`` if they succeed. The code of tests runs in a separate process, which sees neither
+the tests nor the proof. An exit code would prove nothing, because the code may control any process that it can reach.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OPERATIONS: dict[str, Callable[..., object]] = {
 class RemoteObject:
     """A proxy in the tests for an object in the process of the code, which executes all operations on it.
 
-    It is equal to nothing else, whatever its class defines.
+    It compares unequal to everything else, whatever its class defines.
     """
 
     code: CodeProcess
@@ -108,7 +108,7 @@ def encode(value: object, depth: int = 0, objects: list[object] | None = None) -
 
 
 def decode(value: object, object_at: Any = None) -> Any:
-    """Decode the result of `encode`; an object of another class is equal to nothing."""
+    """Decode the result of `encode`; an object of another class compares unequal to everything."""
     if isinstance(value, list):
         return [decode(item, object_at) for item in value]
     if not isinstance(value, dict):
@@ -224,7 +224,7 @@ class CodeProcess:
             answer = self._receive()
         except Exception:  # noqa: BLE001 - the process is gone or wrote something else
             os._exit(1)  # raises nothing, because the tests may expect any exception
-        if isinstance(answer, StopIteration) and operation != "next":  # would end a loop around the call
+        if isinstance(answer, StopIteration) and operation != "next":  # it would end a loop around the call
             raise RuntimeError("the function raised StopIteration")
         if isinstance(answer, Exception):
             raise answer

@@ -17,8 +17,8 @@ _ALL_OF = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
-"""Modules whose names are imported. If several modules have the same name, the last one wins; names of modules win over
-all others."""
+"""Modules whose names are imported. If several have the same name, the last one wins; a module's own name takes
+precedence over all names in modules."""
 _MODULES = (*_ALL_OF, "time", "fractions")
 
 
@@ -29,7 +29,7 @@ def with_imports(source: str, required: frozenset[str] = frozenset(), *, before:
     Args:
         source: the program.
         required: functions that the program itself must define.
-        before: code that runs first.
+        before: code that runs before the program.
     """
     try:
         with warnings.catch_warnings(action="ignore"):

@@ -1,4 +1,4 @@
-"""Conversion of the tests of a row to programs, and judgement of their results."""
+"""Converts the tests of a row to programs, and decides whether their results are right."""
 
 from __future__ import annotations
 
@@ -44,11 +44,10 @@ class Answer:
 
 
 def find_answer(response: str, languages: Collection[str], *, raw: bool = False) -> Answer | None:
-    """Return the last code block in one of the languages, or else the last block without a language.
+    """Return the last code block in one of the languages, otherwise the last block without a language.
 
     A block without a language is in the first of `languages`. Reasoning before ``</think>`` is ignored. A response
     without any block is itself the program if the first language is Python and it parses.
-
     Args:
         response: text with blocks (`find_blocks`).
         languages: names in `LANGUAGES`.
@@ -158,7 +157,7 @@ def _same_result(stdout: bytes, expected: object) -> bool:
 
 
 def _is_larger(stdout: bytes, expected: str) -> bool:
-    """Return whether a result is too large to equal the expected one, so that parsing it would only cost time."""
+    """Return whether a result is too large to equal the expected one, in which case it is not parsed."""
     # An equal result has as many commas, plus one per complex number; its numbers may be longer.
     return stdout.count(b",") > 1 + 2 * expected.count(",") or len(stdout) > 1000 + 50 * len(expected)
 

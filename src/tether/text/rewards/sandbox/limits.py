@@ -17,17 +17,17 @@ class Limits:
     """The limits of a program."""
 
     seconds: float
-    """Maximum processor time of a process; the maximum wall time is twice that."""
+    """Maximum processor time of a process in seconds; the maximum wall time is twice that."""
     memory_mb: int
     """Maximum memory of all processes together, in MiB."""
     processes: int
-    """Maximum number of processes and threads at once."""
+    """Maximum number of concurrent processes and threads."""
     output: int = 8 << 20
     """Maximum bytes of stdout and stderr together."""
     files: int = 64 << 20
     """Maximum bytes of files in each of /tmp and /dev/shm, which are in memory."""
     inodes: int = 4096
-    """Maximum number of files and folders in each of them."""
+    """Maximum number of files and folders in each of these two."""
     startup: float = 5.0
     """Seconds that the sandbox may need to start on a busy machine; they are added to the wall time."""
 
@@ -38,7 +38,7 @@ class Limits:
 
     def arguments(self, *, confined: bool) -> list[str]:
         """Return the arguments of ``prlimit``."""
-        # Outside a sandbox the number of processes is limited per user, which would affect other programs.
+        # Outside a sandbox this limit is per user, so it would affect other programs.
         cpu = math.ceil(self.seconds)
         return [
             f"--cpu={cpu}:{cpu + 1}",
@@ -52,8 +52,8 @@ class Limits:
 
 
 def _is_stack_unlimited() -> bool:
-    # Recursion is deep in programming contests. A finite hard limit is no alternative: each thread would reserve as
-    # much as the raised limit.
+    # Programming contests need deep recursion. A finite hard limit would not help: each thread would reserve as much as
+    # the raised limit.
     return resource.getrlimit(resource.RLIMIT_STACK)[1] == resource.RLIM_INFINITY
 
 
@@ -65,7 +65,7 @@ class Program:
     files: dict[str, bytes] = field(default_factory=dict)
     """Name -> content of each file in the working directory; all are executable."""
     commands: tuple[str, ...] = ()
-    """The only commands of the sandbox, whose root folder is writable, in memory; none: those of this machine."""
+    """The only commands of the sandbox, whose root folder is writable and in memory; empty: those of this machine."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Execution of programs on this machine: compiled if the language requires it, and run one after the other."""
+"""Runs programs on this machine, one after the other; they are compiled first if the language requires it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run_locally(jobs: Sequence[Job], options: ProgramOptions) -> list[Finished]:
 
 
 def _build(job: Job, options: ProgramOptions) -> Program | Finished:
-    """Compile the program of a job if its language requires it; returns the result of a compiler that failed."""
+    """Compile the program of a job if its language requires it; return the compiler's result if it failed."""
     language = LANGUAGES[job.language]
     source = Program(language.run, {language.file: job.source.encode(errors="replace")})
     if not language.compile:

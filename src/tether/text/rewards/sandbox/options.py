@@ -36,7 +36,7 @@ class ProgramOptions:
     @property
     def compile_limits(self) -> Limits:
         """Return the limits of a compiler."""
-        # The output is the limit of files, because the compiled program is printed.
+        # The compiled program is printed, so the limit of files applies to the output.
         return Limits(
             seconds=COMPILE_SECONDS, memory_mb=2048, processes=self.limits.processes, output=self.limits.files
         )

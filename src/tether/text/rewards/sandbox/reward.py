@@ -61,7 +61,7 @@ class ProgramReward:
 
 
 def _why(end: Finished) -> str:
-    """Describe how a program failed, with the first error of a compiler, or else the last line of stderr."""
+    """Describe how a program failed, with the first error of a compiler, otherwise the last line of stderr."""
     if end.reason != "exit":
         return f"the program exceeded its limit of {end.reason}"
     lines = [line.strip() for line in end.stderr.decode(errors="replace").splitlines() if line.strip()]

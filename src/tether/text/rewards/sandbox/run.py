@@ -77,7 +77,7 @@ class _Started:
     def kill(self) -> None:
         """Kill the process and all its descendants."""
         if self.status is not None:
-            self.process.kill()  # the first process of the sandbox dies with bwrap, and all others with that
+            self.process.kill()  # the first process of the sandbox dies with bwrap, and all others with the first one
             return
         for pid in (*descendants(self.process.pid), self.process.pid):
             with contextlib.suppress(ProcessLookupError):
@@ -98,7 +98,7 @@ def _confined(program: Program, limits: Limits) -> Iterator[_Started]:
         words = bubblewrap.command(program.argv, files, limits, commands, status=write_end, seccomp=seccomp)
         try:
             inherited = (*files.values(), seccomp, write_end)
-            # An empty environment, because the program can read that of bwrap in /proc/1/environ.
+            # An empty environment, because the program can read bwrap's in /proc/1/environ.
             process = _spawn(words, pass_fds=inherited, env={}, **bubblewrap.plain_user())
         except OSError as error:
             raise SandboxError(f"{words[0]} could not be started: {error}") from error
@@ -131,7 +131,7 @@ def _plain(program: Program, limits: Limits) -> Iterator[_Started]:
 
 
 def _spawn(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a program with pipes that belong to its user, because many programs open /dev/stdin."""
+    """Start a program with pipes that its user owns, because many programs open /dev/stdin."""
     with ExitStack() as inside, ExitStack() as outside:
         ends = [os.pipe() for _ in range(3)]
         ends[0] = ends[0][::-1]  # the program reads from the first pipe
@@ -270,7 +270,7 @@ class _Exchange:
 
 
 def _socket_buffers(init: int | None) -> int:
-    """Return the maximum bytes of kernel buffers for socket pairs of a sandbox; asyncio creates such a pair."""
+    """Return the maximum size in bytes of the kernel buffers of a sandbox's sockets; asyncio creates such sockets."""
     try:
         sockets = Path(f"/proc/{init}/net/unix").read_bytes().count(b"\n") - 1 if init else 0
         return 2 * sockets * int(Path("/proc/sys/net/core/wmem_max").read_text())
@@ -295,7 +295,7 @@ def _exceeds_memory(root_pid: int, limit: int) -> bool:
 
 def _processes(root_pid: int) -> Iterator[Path]:
     """Yield the folder in /proc of a live thread of each process."""
-    # A main thread that has exited before other threads shows no memory.
+    # The main thread of a process may exit before others, and then reports no memory.
     waiting = [root_pid]
     while waiting:
         process = Path("/proc", str(waiting.pop()))
@@ -343,7 +343,7 @@ def _page_tables(processes: Sequence[Path]) -> int:
 
 
 def _proportional_size(processes: Sequence[Path], shared: int) -> int:
-    """Return the memory of processes in bytes, where each page is divided among its users.
+    """Return the memory of processes in bytes, where each page is divided among the processes that use it.
 
     Args:
         processes: folders of the processes in /proc.

@@ -1,8 +1,8 @@
 """The seccomp filter of a sandbox, which denies system calls.
 
-Namespaces and limits leave gaps: memory that is not mapped by any process (SysV segments, memfd, pages in pipes, access
-control lists of files, kernel tables with a size that the program chooses), sockets, nested namespaces, locks and
-notifications on files of the machine, and kernel interfaces with a history of exploitable bugs.
+Namespaces and limits leave gaps: memory that no process maps (SysV segments, memfd, pages in pipes, access control
+lists of files, kernel tables with a size that the program chooses), sockets, nested namespaces, locks and notifications
+on files of the machine, and kernel interfaces with a history of exploitable bugs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import platform
 import struct
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# Number on x86_64, number on aarch64. Recent system calls have the same number on all architectures.
+# Numbers on x86_64 and on aarch64. Recent system calls have the same number on all architectures.
 _DENIED = {
     "socket": (41, 198), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "ptrace": (101, 117), "process_vm_readv": (310, 270),
@@ -25,7 +25,8 @@ _DENIED = {
     "inotify_init": (253, 26), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
     "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
 }  # fmt: skip
-# libc has a fallback for kernels without these. A filter can check the flags of clone, but not those of clone3.
+# These fail as on a kernel without them, for which libc has a fallback. A filter can check clone's flags, but not
+# clone3's.
 _ABSENT = {"clone3": (435, 435), "io_uring_setup": (425, 425), "landlock_create_ruleset": (444, 444)}
 _CLONE = (56, 220)
 _NEW_NAMESPACES = 0x7E020000

@@ -1,4 +1,4 @@
-"""Scoring of all responses of a step in one call of a user's function, as verl's batch manager does."""
+"""Scores all responses of a step in one call of a user's function, as verl's batch manager does."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class BatchedRewards(Rewards):
             (answers,) = self._pool.take_all()
         except WorkersFailed as error:
             raise RewardFailure(str(error)) from error
-        if len(answers) != len(requests):  # the process ended
+        if len(answers) != len(requests):  # the process has ended
             answers = answers[:1] * len(requests)
         self.durations = [seconds for _, seconds in answers]
         return [outcome for outcome, _ in answers]

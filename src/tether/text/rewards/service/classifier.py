@@ -48,7 +48,7 @@ class ServedRewardModel:
     def _body(self, text: str | None, ids: Sequence[int]) -> dict[str, Any]:
         if self.api == "sglang":
             return {"model": self.model, "input_ids": list(ids)}
-        # Token ids only if necessary, because older versions of vLLM accept only text.
+        # Token ids are sent only if necessary, because older versions of vLLM accept only text.
         # Both options request the raw output instead of its sigmoid: vLLM 0.11.2 renamed `activation` to
         # `use_activation`.
         raw = {"activation": False, "use_activation": False}

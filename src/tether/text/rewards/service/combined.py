@@ -17,7 +17,7 @@ class WeightedReward:
     weight: float = 1.0
     """Factor of the score; 0: the score is only logged."""
     optional: bool = False
-    """Whether the sum of the others is the score if this reward abstains; otherwise the sum abstains, too."""
+    """Whether the sum of the other rewards is the score if this one abstains; otherwise the sum abstains, too."""
     data_sources: frozenset[str] | None = None
     """Data sources of the responses that it scores; None: all."""
 

@@ -1,4 +1,5 @@
-"""HTTP requests to a server that scores responses, with a timeout, retries, and an API key that no message shows."""
+"""HTTP requests to a server that scores responses, with a timeout, retries, and an API key that is kept out of
+messages."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from typing import Any
 
 from tether.runtime.http import NoAnswer, post_json
 
-_RETRIED = (408, 425, 429)  # besides 5xx
+_RETRIED = (408, 425, 429)  # in addition to 5xx
 _MIN_PAUSE, _MAX_PAUSE = 0.5, 30.0
 _SHOWN = 300  # characters of an invalid answer
 
 
 class EndpointError(Exception):
-    """The server returned no usable answer; the message says why."""
+    """The server returned no valid answer; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Endpoint:
     secret: str | None = field(default=None, repr=False)
     """Sent as ``Authorization: Bearer``."""
     timeout: float = 60.0
-    """Maximum seconds from a request to its answer, including all attempts and the pauses between them."""
+    """Maximum seconds for an answer, including all attempts and the pauses between them."""
     attempts: int = 4
     """Maximum number of requests for one answer; HTTP 408, 425, 429, 5xx and broken connections are retried."""
 

@@ -1,7 +1,7 @@
 """Scoring by a function object in this process.
 
-A timeout stops Python code, but no call into C. A function that hangs there, exits or exhausts the memory ends the run;
-a function from a file runs in separate processes instead (`tether.text.rewards.service.pool`).
+A timeout stops Python code, but no call into C. A function that hangs in C, exits or exhausts the memory ends the run;
+a function from a file therefore runs in separate processes (`tether.text.rewards.service.pool`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class LocalRewards(Rewards):
     Args:
         function: function with the same arguments as in a `RewardPool`.
         timeout: maximum seconds of a call.
-        in_thread: never calls the function in the main thread. A function that works there but not in the thread of a
-            sampler ahead, because it uses signals, then fails in the preflight already.
+        in_thread: never calls the function in the main thread. With asynchronous sampling it runs in another thread,
+            where functions that use signals fail; this makes them fail in the preflight already.
     """
 
     def __init__(self, function: RewardFunction, timeout: float, *, in_thread: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Scoring of responses in worker processes, concurrently with generation."""
+"""Scores responses in worker processes, concurrently with generation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RewardPool(WorkerPool[tuple[RewardOutcome, float]], Rewards):
     Args:
         custom: the user's function; None: the rule for the `data_source` (`tether.text.rewards.router`).
         num_workers: number of processes.
-        timeout: maximum seconds from a request to its answer; then the process is killed.
+        timeout: maximum seconds for a response; after that the process is killed.
         startup_timeout: maximum seconds to load the user's function.
         programs: options of rules that run programs; None: the defaults.
 

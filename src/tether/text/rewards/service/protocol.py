@@ -23,7 +23,7 @@ class Rewards(Protocol):
 
         Raises:
             RewardFailure: a worker ended and could not be restarted, so some requests have no outcome.
-            Interrupted: a signal requests the end of the run, and a call takes long.
+            Interrupted: a signal requests the end of the run while a call takes long.
         """
         ...
 

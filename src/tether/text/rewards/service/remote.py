@@ -1,4 +1,4 @@
-"""Scoring of responses by a server, with concurrent requests and concurrently with generation."""
+"""Scores responses with a server, by concurrent requests that overlap with generation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RemoteRewards(Rewards):
         return [outcome for outcome, _ in done]
 
     def close(self) -> None:
-        """Cancel queued requests; running ones end by their timeout."""
+        """Cancel queued requests; running ones end at their timeout."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _timed(self, request: RewardRequest) -> tuple[RewardOutcome, float]:

@@ -30,7 +30,7 @@ from tether.text.rewards.service.pool import LOADING_SECONDS
 _MESSAGE_HEAD, _TRACEBACK_TAIL = 500, 2000  # characters
 
 _UNORDERED = (Mapping, MappingView, Set, str, bytes)
-"""Types of iterables that are not a list of scores in the order of the responses."""
+"""Iterables that cannot be a list of scores in the order of the responses."""
 FindReward = Callable[[str], RewardFunction]
 """Data source -> the function that scores it."""
 
@@ -96,7 +96,7 @@ def _answer(function: RewardFunction | RewardError, request: RewardRequest | lis
     if isinstance(function, RewardError):
         return dump_answer(function, 0.0)
     requests = request if isinstance(request, list) else [request]
-    # A function that draws random numbers returns the same score in every worker.
+    # So that a function that draws random numbers returns the same score in every worker.
     random.seed("\0".join(one.solution_str for one in requests))
     pid = os.getpid()
     start = time.monotonic()

@@ -1,4 +1,4 @@
-"""Bytes that a trainer sends to another process, in a shared buffer or by broadcast; the receiving side of `Staging`.
+"""The receiving side of `Staging`: bytes that a trainer sends to another process, in a shared buffer or by broadcast.
 
 It also runs in vLLM's environment, so it may import only the standard library and torch.
 """
@@ -36,7 +36,7 @@ class Buffer:
         """Open a buffer of the trainer, unless it is already open.
 
         Raises:
-            ValueError: it does not exist here: the trainer is on another machine, or in another container.
+            ValueError: it does not exist on this machine: the trainer is on another machine, or in another container.
         """
         if handle["name"] != self._name:
             self.bytes, self._name = None, ""
@@ -70,7 +70,7 @@ class Buffer:
         self._group = None
 
     def tensors(self, placements: Placements) -> dict[str, torch.Tensor]:
-        """Return views of the tensors in the buffer: the next bytes overwrite them."""
+        """Return views of the tensors in the buffer; the next bytes overwrite them."""
         assert self.bytes is not None
         tensors = {}
         for name, kind, shape, begin in placements:
@@ -166,7 +166,7 @@ def _gloo(store: Store, rank: int, ranks: int, address: str, timeout: timedelta)
 
 def _nccl(store: Store, rank: int, ranks: int, address: str, timeout: timedelta) -> Backend:
     """Join an NCCL group whose `wait` raises when a rank is gone; by default torch would end the process."""
-    from torch.distributed import ProcessGroupNCCL  # only a torch with CUDA has it
+    from torch.distributed import ProcessGroupNCCL  # only builds of torch with CUDA have it
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout

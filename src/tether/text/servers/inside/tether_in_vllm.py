@@ -79,7 +79,7 @@ class TetherTransferEngine(WeightTransferEngine[Init, Update]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load some tensors; the base class would synchronize an accelerator, which does not exist on a CPU."""
+        """Load some tensors; the base class would synchronize an accelerator, which a CPU does not have."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -104,11 +104,11 @@ class TetherTransferEngine(WeightTransferEngine[Init, Update]):
             self.copy_pending_weights()
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Pass tensors to the layers."""
+        """Load tensors into the layers."""
         self.loaded |= {unwrapped(name) for name in self.model.load_weights(tensors)}
 
     def copy_pending_weights(self) -> None:
-        """Copy the weights of incomplete layers, because the next bytes overwrite the buffer."""
+        """Copy the weights of incomplete layers, because the next bytes will overwrite the buffer."""
         for layer in self.model.modules():
             for _, pending in get_layerwise_info(layer).loaded_weights:
                 for name, value in pending.arguments.items():
@@ -116,7 +116,7 @@ class TetherTransferEngine(WeightTransferEngine[Init, Update]):
                         pending.arguments[name] = value.clone()
 
     def finish_weight_update(self) -> None:
-        """Finish an update and pack the remaining weights.
+        """Finish an update: process the remaining layers, and pack a tied output head.
 
         Raises:
             ValueError: a parameter of the model was not sent.
@@ -138,8 +138,9 @@ def unwrapped(name: str) -> str:
 
 
 def pack_tied_head(model: torch.nn.Module) -> None:
-    """Pack an output head that shares the weight of the embeddings: on a CPU vLLM 0.32 has a packed copy of its initial
-    weights, which reloading does not update.
+    """Pack an output head that shares the weight of the embeddings.
+
+    On a CPU vLLM 0.32 has a packed copy of its initial weights, which reloading does not update.
     """
     head = getattr(model, "lm_head", None)
     if head is not None and getattr(model.config, "tie_word_embeddings", False):
@@ -160,8 +161,8 @@ class Extension:
     """Methods that are added to vLLM's workers for ``/collective_rpc``."""
 
     def about(self, sizes: Sequence[str] = ()) -> dict[str, object]:
-        """Return the type of the served model, these sizes of its configuration, its dtype, the largest rank of
-        adapters that it supports, and whether it returns experts.
+        """Return the type of the served model, these sizes of its configuration, its dtype, the maximum rank of
+        adapters, and whether it returns experts.
         """
         config, lora = self.model_config, self.vllm_config.lora_config  # type: ignore[attr-defined]
         supports_lora = lora is not None and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ID_LENGTH = 9
-"""Letters and digits in the id of a tool call; the templates of Mistral accept no other length."""
+"""Length of a tool call's id, of letters and digits; Mistral's templates accept no other length."""
 
 
 class Chat:
@@ -82,8 +82,8 @@ class Chat:
         return self._template(json.dumps(tools)).replies(before, [added], [calls])
 
     def tokenize(self, text: str, *, begins: bool) -> list[int]:
-        """Return the ids of plain text; if it `begins` a sequence, with the tokens that the tokenizer puts before
-        it."""
+        """Return the ids of plain text; if it `begins` a sequence, after the tokens that the tokenizer adds in
+        front."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=begins)["input_ids"]
         return ids
 
@@ -94,19 +94,19 @@ class Chat:
     def answer(
         self, request: ChatRequest | TextRequest, read: Sequence[int], sampled: Sequence[int], *, ended: bool
     ) -> Completion:
-        """Return the answer to a request.
+        """Return the response to a request.
 
         Args:
             request: the request.
             read: all ids that the policy read.
-            sampled: ids that it sampled.
-            ended: whether the last of them ended the turn.
+            sampled: the ids that it sampled.
+            ended: whether the last of these ended the turn.
         """
         text, reason = self.text(sampled[:-1] if ended else sampled), "stop" if ended else "length"
         calls: tuple[JsonObject, ...] = ()
         if isinstance(request, ChatRequest) and request.tools and ended:
             found = self._format.find(text, request.tools)
-            if found and not any(call.problem for call in found):  # the program gets broken calls as text
+            if found and not any(call.problem for call in found):  # a program gets broken calls as text
                 text, reason = self._format.before_calls(text), "tool_calls"
                 calls = tuple(_answered(call, index, [*read, *sampled]) for index, call in enumerate(found))
         return Completion(text, reason, len(read), len(sampled), calls)

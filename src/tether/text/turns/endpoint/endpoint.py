@@ -1,4 +1,4 @@
-"""The endpoint of a run: starts a program for each row, and hands the calls of the programs to the sampler."""
+"""The endpoint of a run: starts a program for each row, and passes the calls of the programs to the sampler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tether.text.turns.endpoint.episode import AgentEpisode, PendingCall
 from tether.text.turns.endpoint.programs import Play, Played, ProgramPool
 
 QUIET_SECONDS = 0.05
-"""Time without a further call after which the calls so far are sampled."""
+"""Time without a new call after which the waiting calls are sampled."""
 
 
 class AgentEndpoint:
@@ -24,7 +24,7 @@ class AgentEndpoint:
 
     Args:
         options: the section of the configuration.
-        num_workers: maximum number of programs that run at a time.
+        num_workers: maximum number of concurrent programs.
         chat: translates between messages and token ids.
 
     Raises:
@@ -34,7 +34,7 @@ class AgentEndpoint:
     def __init__(self, options: EndpointConfig, *, num_workers: int, chat: Chat) -> None:
         assert options.program is not None
         self.options, self.chat, self._num_workers = options, chat, num_workers
-        self._open: dict[str, AgentEpisode] = {}  # by API key; the server's thread reads it
+        self._open: dict[str, AgentEpisode] = {}  # by API key; also read by the server's thread
         self._calls: queue.SimpleQueue[PendingCall] = queue.SimpleQueue()
         self._programs = ProgramPool(options.program, num_workers=num_workers, timeout=options.timeout)
         self._server = integration("agents", "endpoint_server").EndpointServer(
@@ -60,7 +60,7 @@ class AgentEndpoint:
     def playing(self, prompts: Sequence[Prompt], first_sample: int) -> Iterator[dict[int, AgentEpisode]]:
         """Start a program for each row of a batch, and return the episodes by the index of their program.
 
-        With the end of the block the calls of programs that still run are refused.
+        At the end of the context, calls of programs that still run are refused.
 
         Args:
             prompts: the prompt of each row.
@@ -103,12 +103,12 @@ class AgentEndpoint:
     def calls(self, num_running: int, timeout: float) -> list[PendingCall]:
         """Wait for calls and return them in the order of their rows.
 
-        It waits until each program that can run has a call, or none came for a moment: few large batches are sampled
-        faster than many small ones.
+        Calls are collected until every program that can run has made one, or none arrives for `QUIET_SECONDS`, because
+        a few large batches are sampled faster than many small ones.
 
         Args:
             num_running: number of episodes that are not over.
-            timeout: maximum seconds until the first call; without one the result is empty.
+            timeout: maximum seconds to wait for the first call; if none arrives, the result is empty.
         """
         waiting: list[PendingCall] = []
         expected = min(num_running, self._num_workers)
@@ -121,7 +121,7 @@ class AgentEndpoint:
             return sorted(waiting, key=lambda call: call.episode.row)
 
     def take_ended(self, programs: Collection[int]) -> dict[int, Played]:
-        """Return how those of these programs ended that are no longer running.
+        """Return the results of those of these programs that have ended.
 
         Raises:
             WorkersFailed: the processes of programs can no longer be started.

@@ -1,16 +1,16 @@
-"""The calls of an episode, recorded as the token ids that the policy read and sampled.
+"""Records the calls of an episode as the token ids that the policy read and sampled.
 
-A call whose messages begin with those of an earlier call and its answer continues that call: the ids so far are the
-recorded ones, and only the messages after them are tokenized. The longest such match counts. Calls thus form trees,
-whose paths are the branches of the episode::
+If the messages of a call begin with those of an earlier call and its response, it continues that call: the ids so far
+are the recorded ones, and only the later messages are tokenized. The longest such match is used. Calls thus form trees,
+and the paths of these are the branches of the episode::
 
     call 1   [prompt][sampled]
     call 2   [prompt][sampled][reply][sampled]        continues call 1
     call 3   [prompt][sampled][other][sampled]        also continues call 1: a branch
     call 4   [edited history........][sampled]        continues no call: another tree
 
-No sampled token is ever tokenized again. In an edited history the text of an earlier answer is read like any other
-text, and nothing is learned from it there.
+Sampled tokens are never tokenized again. In an edited history, the text of an earlier response is read like any other
+text, and is not trained on there.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHARACTERS_A_TOKEN = 32
-"""More than tokens of any text have on average."""
+"""Upper bound of the average number of characters per token in any text."""
 
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """What the policy sampled in a call."""
+    """The turn that the policy sampled for a call."""
 
     token_ids: list[int]
     log_probs: list[float]
     versions: list[int]
     """Version of the weights that sampled each token."""
     ended: bool
-    """Whether the policy ended its turn itself."""
+    """Whether the policy ended the turn by a stop token."""
     truncated: bool = False
-    """Whether a limit of the run cut the turn, and not one that the call asked for."""
+    """Whether the turn was truncated by a limit of the run, not by one that the call requested."""
     kept: tuple[Tensor, Tensor] | None = None
     """The row's `count` and `words` of `tether.batch.KeptTokens`."""
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """An answered call."""
+    """A call with its response."""
 
     continues: RecordedCall | None
     read: list[int]
     """Ids that the policy read after those of the call that this one continues."""
     turn: SampledTurn
     conversation: tuple[Message, ...]
-    """All messages, the answer included; those of a text completion are its prompt and its answer."""
+    """All messages including the response; for a text completion, its prompt and its response."""
     text: str = ""
-    """Prompt and answer of a text completion whose prompt is a text."""
+    """Prompt and response of a text completion whose prompt is text."""
 
     def path(self) -> list[RecordedCall]:
         """Return the calls of the branch that ends here, in order."""
@@ -77,24 +77,24 @@ class RecordedCall:
         return calls[::-1]
 
     def token_ids(self) -> list[int]:
-        """Return all ids up to the end of the answer."""
+        """Return all ids up to the end of the response."""
         return [token for call in self.path() for token in (*call.read, *call.turn.token_ids)]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What the policy reads in a call."""
+    """The input of the policy for a call."""
 
     request: ChatRequest | TextRequest
     continues: RecordedCall | None
     read: list[int]
     token_ids: list[int]
-    """All ids: those of the calls before, then `read`."""
+    """All ids: those of the earlier calls, then `read`."""
 
 
 @dataclass(eq=False)
 class AgentEpisode:
-    """An episode of a program with a row of the data.
+    """An episode that a program plays with a row of the data.
 
     The server's thread counts calls and sets the reward; the sampler's thread does everything else.
     """
@@ -115,17 +115,17 @@ class AgentEpisode:
     cut_by: str = ""
     """The limit that a call exceeded: `calls` or `length`."""
     error: str = ""
-    """Reason why the episode has no score."""
+    """The reason why the episode has no score."""
     calls: list[RecordedCall] = field(default_factory=list)
     _by_history: dict[bytes, RecordedCall] = field(default_factory=dict, repr=False)
-    """Hash of the messages up to an answer -> its call."""
+    """Hash of the messages up to and including a response -> its call."""
     _repeats: Counter[bytes] = field(default_factory=Counter, repr=False)
 
     def count_call(self) -> None:
         """Count a call.
 
         Raises:
-            CallRefused: the episode is over, or has had all its calls.
+            CallRefused: the episode is over, or has reached its maximum number of calls.
         """
         if self.is_over:
             raise CallRefused("the episode is over", code="episode_over")
@@ -135,7 +135,7 @@ class AgentEpisode:
         self.num_calls += 1
 
     def context(self, request: ChatRequest | TextRequest, chat: Chat, max_length: int) -> Context:
-        """Return what the policy reads in a call, which leaves at least one of `max_length` tokens for the answer.
+        """Return what the policy reads for a call; it leaves at least one of `max_length` tokens for the response.
 
         Raises:
             CallRefused: the request is too long, or the chat template refuses its messages.
@@ -159,7 +159,7 @@ class AgentEpisode:
 
     def _too_long(self, size: str, max_length: int) -> CallRefused:
         self.cut_by = self.cut_by or "length"
-        # OpenAI's words, by which clients know the error: verifiers then scores what was said so far.
+        # OpenAI's wording, by which clients recognise the error: verifiers then scores the conversation so far.
         limit = f"This model's maximum context length is {max_length} tokens"
         what = f"{limit}, and the request has {size}, which leaves no room for an answer"
         return CallRefused(what, code="context_length_exceeded", param="messages")
@@ -187,8 +187,8 @@ class AgentEpisode:
         return continues, chat.tokenize(added, begins=continues is None) if isinstance(added, str) else list(added)
 
     def noise(self, context: Context) -> int:
-        """Return the index of the noise of a call: a function of what the policy reads and of how often it has read it
-        in this episode, so that it does not depend on what else is sampled at the time."""
+        """Return the noise index of a call. It depends only on what the policy reads, and how often it has read it in
+        this episode, so that concurrent sampling does not affect it."""
         ids = np.array(context.token_ids, dtype=np.int32).tobytes()
         self._repeats[ids] += 1
         digest = hashlib.blake2b(ids, digest_size=8)
@@ -196,7 +196,7 @@ class AgentEpisode:
         return int.from_bytes(digest.digest()) >> 1  # an int64
 
     def record(self, context: Context, turn: SampledTurn, chat: Chat) -> Completion:
-        """Record the answer to a call and return it for the program."""
+        """Record the response to a call and return it for the program."""
         request = context.request
         answer = chat.answer(request, context.token_ids, turn.token_ids, ended=turn.ended)
         message: JsonObject = {"role": "assistant", "content": answer.content}
@@ -220,7 +220,7 @@ class AgentEpisode:
         return [call.path() for call in self.calls if call not in continued]
 
     def main_branch(self) -> list[RecordedCall]:
-        """Return the branch with the most sampled tokens, the latest of equal ones; empty without calls."""
+        """Return the branch with the most sampled tokens, the latest one of several; empty without calls."""
         return max(reversed(self.branches()), key=num_sampled, default=[])
 
     def further_branches(self) -> list[list[RecordedCall]]:
@@ -246,7 +246,7 @@ class PendingCall:
 def _history(tools: Sequence[JsonObject], messages: Sequence[Message]) -> Iterator[bytes]:
     """Yield the hash of the first 0, 1, 2, ... messages.
 
-    White space around an answer does not count, because libraries strip it before they send the answer back.
+    White space around a response is ignored, because libraries strip it before they send the response back.
     """
     state = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode())
     yield state.digest()
@@ -258,7 +258,7 @@ def _history(tools: Sequence[JsonObject], messages: Sequence[Message]) -> Iterat
 
 
 def _comparable(function: JsonObject) -> list[object]:
-    """Return name and arguments of a tool call, whatever the layout of their JSON."""
+    """Return name and arguments of a tool call, independent of the formatting of their JSON."""
     arguments = function.get("arguments")
     try:
         return [function["name"], json.loads(arguments) if isinstance(arguments, str) else arguments]

@@ -1,7 +1,7 @@
-"""The programs that play episodes: commands, or Python functions, in processes that are killed with their children.
+"""The programs that play episodes: commands or Python functions, in processes that are killed with their children.
 
-A program finds the policy in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``. A command reads the row as
-JSON from its standard input; a function gets it as its argument. This module does not import torch.
+A program gets the address of the policy in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``. A command
+reads the row as JSON from its standard input; a function gets it as its argument. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tether.types import JsonObject
 
 OWN_FUNCTION = r".+\.py:\w+"
 MAX_ANSWER = 1 << 16
-"""Maximum bytes of what a process reports about an episode."""
+"""Maximum size in bytes of the report of a process on an episode."""
 TAIL_BYTES = 1 << 12
-"""Bytes of a command's output that are kept: its end."""
+"""Bytes of a command's output that are kept, from its end."""
 STARTUP_SECONDS = 300.0
 """Timeout to import the file of a function."""
 
@@ -42,19 +42,19 @@ class Played:
     """How a program ended."""
 
     reward: float | None = None
-    """What a function returned, or the number in the last line of a command's output."""
+    """Return value of a function, or the number in the last line of a command's output."""
     error: str = ""
     """Reason why the program failed."""
 
 
 @dataclass(frozen=True)
 class Play:
-    """One episode to be played."""
+    """An episode to play."""
 
     row: JsonObject
     """The row, of plain Python values."""
     environment: Mapping[str, str]
-    """The variables with the address of the policy."""
+    """Environment variables with the address of the policy."""
 
 
 class ProgramPool(WorkerPool[Played]):
@@ -109,7 +109,7 @@ def serve(channel: Channel) -> None:
     channel.send(json.dumps({}).encode())
     while (message := channel.receive()) is not None:
         for payload in pickle.loads(message):
-            channel.beat(timeout)  # marks the episode as begun: one that ends this process is not repeated
+            channel.beat(timeout)  # marks the episode as started, so that it is not repeated if it ends this process
             played = play(pickle.loads(payload))
             channel.send(json.dumps([played.reward, played.error]).encode())
 
@@ -155,7 +155,7 @@ def _command(program: str) -> Callable[[Play], Played]:
                 return Played(error=f"the program cannot be started: {error}")
         output, errors = _Tail(process.stdout), _Tail(process.stderr)
         code = process.wait()
-        end_descendants(os.getppid(), spared=(os.getpid(),))  # what the program started and left behind
+        end_descendants(os.getppid(), spared=(os.getpid(),))  # processes that the program left running
         if code:
             return Played(error=f"the program ended with exit code {code}: {errors.last_line()}")
         try:
@@ -167,7 +167,7 @@ def _command(program: str) -> Callable[[Play], Played]:
 
 
 class _Tail:
-    """The end of what a process writes, read by a thread so that the process never waits."""
+    """The end of a process's output, read by a thread so that the process never blocks."""
 
     def __init__(self, stream: IO[bytes] | None) -> None:
         assert stream is not None
@@ -181,7 +181,7 @@ class _Tail:
                 self._content = (self._content + chunk)[-TAIL_BYTES:]
 
     def last_line(self) -> str:
-        """Return the last line, after the end of all processes that write."""
+        """Return the last line, after all writing processes have ended."""
         self._thread.join()
         lines = self._content.decode("utf-8", "replace").split("\n")
         return printable(next((line.strip() for line in reversed(lines) if line.strip()), ""))

@@ -1,7 +1,7 @@
-"""OpenAI's requests and answers (https://platform.openai.com/docs/api-reference).
+"""OpenAI's requests and responses (https://platform.openai.com/docs/api-reference).
 
-A request that asks for something else than what is supported is refused with an error of OpenAI's form. The settings
-of sampling are those of the run: a request cannot change them, since the policy learns from what it samples.
+An unsupported request is refused with an error in OpenAI's format. Sampling parameters are those of the run; a request
+cannot change them, because the policy learns from its samples.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},), "modalities": (["text"],), "tool_choice": ("auto", "none"),
     "echo": (False,), "suffix": ("",), "functions": ([],),
 }  # fmt: skip
-"""Values of unsupported parameters that ask for nothing more than what is supported."""
+"""Values of unsupported parameters that are accepted, because they request nothing beyond what is supported."""
 
 
 class CallRefused(Exception):
-    """A call that is answered with an error.
+    """A call that gets an error as its response.
 
     Args:
         message: the reason, for the author of the program.
         status: HTTP status.
         code: OpenAI's code of the error.
-        param: the parameter at fault.
+        param: the invalid parameter.
     """
 
     def __init__(self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> None:
@@ -50,17 +50,17 @@ class CallRefused(Exception):
 
     @property
     def body(self) -> JsonObject:
-        """Return the body of the answer."""
+        """Return the body of the response."""
         error = {"message": str(self), "type": "invalid_request_error", "param": self.param, "code": self.code}
         return {"error": error}
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request of /chat/completions."""
+    """A request to /chat/completions."""
 
     messages: tuple[JsonObject, ...]
-    """Messages with a text as `content`, and the arguments of tool calls as objects, as chat templates expect them."""
+    """Messages with text as `content`, and the arguments of tool calls as objects, as chat templates expect them."""
     tools: tuple[JsonObject, ...] = ()
     max_tokens: int | None = None
 
@@ -72,7 +72,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A request of /completions."""
+    """A request to /completions."""
 
     prompt: str | tuple[int, ...]
     max_tokens: int | None = None
@@ -85,7 +85,7 @@ class TextRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the policy answered to a call."""
+    """The policy's response to a call."""
 
     content: str
     finish_reason: str
@@ -93,18 +93,18 @@ class Completion:
     prompt_tokens: int
     completion_tokens: int
     tool_calls: tuple[JsonObject, ...] = ()
-    """Tool calls in OpenAI's layout."""
+    """Tool calls in OpenAI's format."""
 
 
 def parse_json(body: bytes) -> JsonObject:
-    """Return the object of a request's body.
+    """Return the JSON object in a request's body.
 
     Raises:
-        CallRefused: the body is no JSON object.
+        CallRefused: the body is not a JSON object.
     """
     try:
         value = json.loads(body)
-        if b"\\ud" in body.lower():  # possibly half a character, which no tokenizer accepts
+        if b"\\ud" in body.lower():  # possibly half of a surrogate pair, which no tokenizer accepts
             value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError) as error:
         raise CallRefused(f"the body is not valid JSON ({error})") from None
@@ -114,10 +114,10 @@ def parse_json(body: bytes) -> JsonObject:
 
 
 def parse_chat(body: JsonObject, model: str) -> ChatRequest:
-    """Read a request of /chat/completions to the policy, which is called `model`.
+    """Parse a request to /chat/completions for the policy, whose name is `model`.
 
     Raises:
-        CallRefused: the request is invalid or asks for something that is not supported.
+        CallRefused: the request is invalid or not supported.
     """
     _check_parameters(body, model)
     messages = body.get("messages")
@@ -131,10 +131,10 @@ def parse_chat(body: JsonObject, model: str) -> ChatRequest:
 
 
 def parse_text(body: JsonObject, model: str) -> TextRequest:
-    """Read a request of /completions to the policy, which is called `model`.
+    """Parse a request to /completions for the policy, whose name is `model`.
 
     Raises:
-        CallRefused: the request is invalid or asks for something that is not supported.
+        CallRefused: the request is invalid or not supported.
     """
     _check_parameters(body, model)
     prompt = body.get("prompt")
@@ -203,7 +203,7 @@ def _content(content: object, name: str) -> str:
 
 
 def _arguments(arguments: object) -> object:
-    """Return the arguments of a call as an object if they are JSON, which chat templates expect."""
+    """Return the arguments of a call as an object, as chat templates expect, if they are JSON."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -213,7 +213,7 @@ def _arguments(arguments: object) -> object:
 
 
 def chat_completion(answer: Completion, index: int, model: str) -> JsonObject:
-    """Return the body of an answer of /chat/completions; `index` is unique in the run."""
+    """Return the body of a response of /chat/completions; `index` is unique in the run."""
     choice = {"index": 0, "message": _assistant(answer), "logprobs": None, "finish_reason": answer.finish_reason}
     return _envelope("chat.completion", index, model, [choice]) | {"usage": _usage(answer)}
 
@@ -233,7 +233,7 @@ def chat_chunks(answer: Completion, index: int, model: str, *, with_usage: bool)
 
 
 def text_completion(answer: Completion, index: int, model: str) -> JsonObject:
-    """Return the body of an answer of /completions, which is also the only event of its stream."""
+    """Return the body of a response of /completions, which also is the only event of its stream."""
     choice = {"index": 0, "text": answer.content, "logprobs": None, "finish_reason": answer.finish_reason}
     return _envelope("text_completion", index, model, [choice]) | {"usage": _usage(answer)}
 

@@ -1,4 +1,4 @@
-"""Parsing of tool calls in a model's text, and truncation of the tools' answers."""
+"""Parsing of tool calls in a model's text, and truncation of tool responses."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ class Call:
     arguments: dict[str, object] = field(default_factory=dict)
     problem: str = ""
     id: str = ""
-    """Id that the model gave it; empty if its format has none."""
+    """Id that the model assigned; empty if its format has none."""
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model writes the calls of a turn."""
+    """The format in which a model writes the calls of a turn."""
 
     find: Callable[[str, Sequence[JsonObject]], list[Call]]
-    """Find the calls in a turn, given the schemas of the tools."""
+    """Return the calls in a turn, given the schemas of the tools."""
     first_call: Callable[[str], int]
-    """Find the index of the first call in the part of a turn after its thoughts."""
+    """Return the index of the first call in the text of a turn after its thoughts."""
     thought: tuple[str, str] = THOUGHT
     """Text before and after a thought."""
     is_read_back: bool = False
-    """Whether the chat template names a turn's calls in the replies, so that it needs them as data."""
+    """Whether the chat template names a turn's calls in the replies, so that it needs the calls as data."""
 
     def before_calls(self, text: str) -> str:
-        """Return what a turn with calls has before the first of them, reasoning included."""
+        """Return the text of a turn before its first call, including reasoning."""
         answer = text.rpartition(self.thought[1])[2]
         return text[: len(text) - len(answer) + self.first_call(answer)].rstrip()
 
@@ -93,7 +93,7 @@ def _python_call(call: ast.expr) -> Call:
 
 
 def _by_template(written: WrittenCalls) -> CallFormat:
-    """Return a format that transformers parses."""
+    """Return a format that transformers parses by a response template."""
 
     @cache
     def template() -> ResponseTemplate:
@@ -107,7 +107,7 @@ def _by_template(written: WrittenCalls) -> CallFormat:
         answer = after_thought(text, written.thought)
         try:
             found = parse_response(answer, template(), prefix="", tools=list(tools)).get("tool_calls", [])
-        except (ValueError, RecursionError) as error:  # its message repeats the text before the reason
+        except (ValueError, RecursionError) as error:  # the message repeats the text before the reason
             return [Call(problem=f"the call is not valid JSON ({str(error).rpartition('Error: ')[2]})")]
         if not found and written.mark not in answer:
             return []
@@ -128,7 +128,7 @@ FORMATS: Mapping[str, CallFormat] = {
     "pythonic": CallFormat(pythonic, lambda answer: 0),
     **{name: _by_template(written) for name, written in WRITTEN_CALLS.items()},
 }
-"""`multi_turn.format` -> how calls are written. New names also go into `tether.text.turns.config`."""
+"""`multi_turn.format` -> format of calls. New names also have to be added to `tether.text.turns.config`."""
 
 
 def _call(inner: str) -> Call:
@@ -148,21 +148,21 @@ def _call(inner: str) -> Call:
 
 
 def openai_call(call: Call, default_id: str) -> JsonObject:
-    """Return a call in the layout of OpenAI's API, in which chat templates read it.
+    """Return a call in the format of OpenAI's API, which chat templates read.
 
     Args:
         call: the call; one that could not be parsed is named `unreadable`.
-        default_id: its id if the model gave it none.
+        default_id: its id if the model assigned none.
     """
     function = {"name": call.name or "unreadable", "arguments": call.arguments}
     return {"id": call.id or default_id, "type": "function", "function": function}
 
 
 def shortened(text: str, limit: int, side: str) -> str:
-    """Truncate a text to `limit` characters plus a mark at the cut, as verl does.
+    """Truncate a text to `limit` characters plus a mark where it was cut, as verl does.
 
     Args:
-        text: a tool's answer.
+        text: a tool's response.
         limit: maximum number of characters.
         side: which end is kept: `left`, `right`, or both (`middle`).
     """

@@ -13,7 +13,7 @@ from tether.text.turns.tools.spec import ResponderSpecs
 from tether.types import ExtraInfo, JsonObject, Message
 
 MAX_ANSWER = 1 << 22
-"""Maximum length of an answer of a process, in bytes."""
+"""Maximum size of a process's answer in bytes."""
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
@@ -25,12 +25,12 @@ class Reply:
     reward: float = 0.0
     done: bool = False
     error: str = ""
-    """Reason why there is no reply: the call raised, timed out, or ended its process."""
+    """The reason why there is no reply: the call raised an error, timed out, or ended its process."""
 
 
 @dataclass(frozen=True)
 class CallRequest:
-    """Call a tool."""
+    """A request to call a tool."""
 
     name: str
     arguments: dict[str, object]
@@ -40,7 +40,7 @@ class CallRequest:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """Step an environment. The request contains the entire conversation, so that any process can continue it."""
+    """A request to step an environment. It contains the entire conversation, so that any process can continue it."""
 
     name: str
     batch: int
@@ -56,7 +56,7 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Check that the class of an environment can be loaded."""
+    """A request to check that the class of an environment can be loaded."""
 
     name: str
 

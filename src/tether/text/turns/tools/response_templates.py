@@ -1,7 +1,7 @@
 """How models write tool calls, as response templates of transformers (`transformers.utils.chat_parsing`).
 
-Each follows the chat template that the models ship. Values that a template writes as bare text get their type from the
-schema of the tool.
+Each follows the chat template that is shipped with the models. Values that a template writes as bare text get their
+type from the schema of the tool.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class WrittenCalls:
     is_read_back: bool = False
     """Whether the chat template names a turn's calls in the replies, so that it needs them as data."""
     thought: tuple[str, str] = THOUGHT
-    """Text before and after thoughts, in which no calls are looked for."""
+    """Text before and after thoughts, which are not searched for calls."""
 
 
 def _template(opening: str, closing: str, content: JsonObject) -> JsonObject:
     """Return the response template of calls between two patterns.
 
     Args:
-        opening: pattern before the arguments, with the group `name` and, where the model numbers its calls, `id`.
+        opening: pattern before the arguments, with the group `name` and, if the model assigns ids to calls, `id`.
         closing: pattern after them.
         content: how the arguments are written.
     """
@@ -117,4 +117,4 @@ WRITTEN_CALLS = {
         thought=("<|channel|>analysis<|message|>", "<|end|>"),
     ),
 }
-"""`multi_turn.format` -> how such models write calls."""
+"""`multi_turn.format` -> how models with this format write calls."""

@@ -49,7 +49,7 @@ VERLS_AGENTS = {
     "verl.experimental.agent_loop.single_turn_agent_loop.SingleTurnAgentLoop": "single_turn_agent",
     "verl.experimental.agent_loop.tool_agent_loop.ToolAgentLoop": "tool_agent",
 }
-"""verl's own agents, by class -> their names, which tether has, too."""
+"""verl's own agents, by class -> their names, which are also tether's."""
 TOOLS_KEY, ENVIRONMENTS_KEY = f"{SECTION}.tool_config_path", f"{SECTION}.interaction_config_path"
 
 
@@ -60,7 +60,7 @@ class ToolSpec:
     class_name: str
     config: JsonObject
     schema: JsonObject | None
-    """Schema in the layout of OpenAI's functions; None: the class has one."""
+    """Schema in the format of OpenAI's functions; None: the class has one."""
     place: str
     """Position of the entry, for messages."""
     class_key: ClassVar[str] = "class_name"
@@ -102,7 +102,7 @@ class EnvironmentSpec:
     class_key: str = "class_name"
     """Key of the entry that names the class, for messages."""
     library_name: str = ""
-    """Name of a library's environment, as passed to `environment_named`; the class is then tether's adapter."""
+    """Name of a library's environment, as passed to `environment_named`; the class then is tether's adapter."""
 
     @property
     def title(self) -> str:
@@ -116,7 +116,7 @@ class ResponderSpecs:
 
     tools: tuple[ToolSpec | McpSpec | FunctionsSpec, ...] = ()
     environments: Mapping[str, EnvironmentSpec] = field(default_factory=dict)
-    """Environments by the name in the rows."""
+    """Environments by the name that rows use."""
     call_format: str = "hermes"
     """Format of the policy's tool calls, a key of `tether.text.turns.tools.FORMATS`."""
 
@@ -211,10 +211,11 @@ def read_environments(path: str) -> dict[str, EnvironmentSpec]:
 
 
 def read_agents(path: str) -> dict[str, EnvironmentSpec]:
-    """Read a configuration of agents; verl's own need no entry, and one under their own name has no effect.
+    """Read a configuration of agents; verl's own agents need no entry, and an entry under one of their names has no
+    effect.
 
     Raises:
-        ValueError: as for `read_tools`, or an agent's name is another one's.
+        ValueError: as for `read_tools`, or two agents have the same name.
     """
     agents: dict[str, EnvironmentSpec] = {}
     for entry, place in _entries(path, "", AGENTS_KEY):

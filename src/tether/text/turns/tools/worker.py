@@ -60,7 +60,7 @@ def serve(channel: Channel) -> None:
     channel.send(json.dumps({"schemas": handler.schemas, "server_tools": handler.server_tools}).encode())
     while (message := channel.receive()) is not None:
         for payload in pickle.loads(message):
-            channel.beat(timeout)  # marks the request as begun: a call that ends this process is not repeated
+            channel.beat(timeout)  # marks the request as started, so that it is not repeated if it ends this process
             channel.send(_dumped(handler.reply(pickle.loads(payload), lambda: channel.beat(timeout))))
 
 
@@ -73,7 +73,7 @@ def _dumped(reply: Reply) -> bytes:
 
 @dataclass
 class _Session:
-    """An environment during a conversation."""
+    """An environment in a conversation."""
 
     step: Callable[[Sequence[Message]], Reply]
     turns: int = 0
@@ -84,7 +84,7 @@ class RequestHandler:
 
     Args:
         specs: the tools and environments.
-        server_tools: `server_tools` of the process that this one replaces; empty for the first one.
+        server_tools: the `server_tools` of the process that this one replaces; empty for the first process.
         report: called with a description before a class is loaded.
 
     Raises:
@@ -107,7 +107,7 @@ class RequestHandler:
         self._batch = -1
         self.schemas: list[JsonObject] = []
         self.server_tools: dict[str, list[tuple[str, JsonObject]]] = {}
-        """Tools of each entry for MCP servers: the name of the server and the schema."""
+        """Tools of each MCP entry, as pairs of the server's name and the schema."""
         for spec in specs.tools:
             if isinstance(spec, McpSpec):
                 report(f"{spec.place}: connecting to {', '.join(spec.servers)}")
@@ -151,7 +151,7 @@ class RequestHandler:
                 return _call(self._tools[request.name], request)
             return self._step(request, beat)
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, including SystemExit
-            # The policy reads the errors of tools, which must not depend on the paths of files.
+            # The policy reads error messages of tools, which must not depend on file paths.
             place = place_of(error) if isinstance(request, StepRequest) else ""
             return Reply(error=words_of(error)[:_MESSAGE_HEAD] + place)
         finally:
@@ -200,7 +200,7 @@ class RequestHandler:
 
 
 def _verls_session(interaction: Any, request: StepRequest, method: str) -> _Session:
-    """Begin a session of an interaction with verl's methods."""
+    """Begin a session with an interaction that has verl's methods."""
     extra = request.row_info.get("extra_info") or {}
     kwargs = {key: value for key, value in (extra.get("interaction_kwargs") or {}).items() if key != "name"}
     instance = finished(interaction.start_interaction(None, **kwargs))
