@@ -50,7 +50,7 @@ class TrainerConfig(Section):
     log_freq: Annotated[Positive, EMBODIED] = 1
     """Embodied runs: log every N training steps, with statistics over all episodes that ended since the last log."""
     critic_warmup: Annotated[Count, EMBODIED_TOO] = 0
-    """The policy learns from this step on, counted from 1; earlier steps train only the critic. 0 and 1: from the
+    """The policy learns from this step on, counted from 1; earlier steps only train the critic. 0, 1: from the
     start."""
     critic_warmup_until_explained_variance: Annotated[
         float | None, Field(lt=1), Says("a number below 1 or null"), EMBODIED_TOO
@@ -81,7 +81,7 @@ class TrainerConfig(Section):
     trust_checkpoint_pickle: Annotated[bool, EMBODIED] = False
     """Load environments.pkl even from a checkpoint that other users can write; it can run code. (tether's own key.)"""
     test_freq: Annotated[OffOrEvery, EMBODIED_TOO] = -1
-    """Validate every N steps, and at the end; 0 or below: never."""
+    """Validate every N steps, and at the end; -1 or 0: never."""
     val_before_train: Annotated[bool, ActsIf("data.val_files", off=((),), other=EMBODIED), EMBODIED_TOO] = True
     """Validate before the first step."""
     val_only: bool = False
@@ -95,8 +95,7 @@ class TrainerConfig(Section):
     rollback_lr_factor: Annotated[PositiveFraction, ROLLS_BACK, EMBODIED_TOO] = 0.5
     """Factor that each rollback applies to the policy's learning rate. (tether's own key.)"""
     max_rollbacks: Annotated[Positive, ROLLS_BACK, EMBODIED_TOO] = 3
-    """Maximum rollbacks to the last checkpoint before a collapse; at the next collapse the run stops. (tether's own
-    key.)"""
+    """Maximum rollbacks to the last checkpoint before a collapse; after them the run stops. (tether's own key.)"""
     async_mode: Annotated[Literal["off", "one_step_off", "fully_async"], EMBODIED_TOO] = "off"
     """Sample the next batch while the policy learns: exactly one update behind, or up to rollout.max_staleness."""
     profile_steps: Annotated[Steps | None, EMBODIED_TOO] = None
@@ -106,7 +105,7 @@ class TrainerConfig(Section):
     record_mb: Annotated[float, Field(ge=0), Says("a number, 0 or above"), EMBODIED_TOO] = 2.0
     """Maximum megabytes of samples or episodes recorded per step for `tether view`; 0: none. (tether's own key.)"""
     check_memory: Literal["warn", "refuse", "off"] = "warn"
-    """If `tether plan` estimates that the run does not fit into memory: warn, refuse, or do not check. (tether's own
+    """A run that does not fit into memory according to `tether plan`: warn, refuse, or do not check. (tether's own
     key.)"""
     preflight: Annotated[bool, EMBODIED_TOO] = True
     """Check memory, samples and rewards before the first step. (tether's own key.)"""
@@ -123,8 +122,7 @@ class TrainerConfig(Section):
     max_silence: Annotated[Positive, ON_RANKS, EMBODIED_TOO] = 180
     """Seconds without a heartbeat after which a rank counts as lost. (tether's own key.)"""
     balance_batch: Annotated[bool, ON_RANKS] = True
-    """Balance the computation per device when rows are assigned, instead of splitting them in order. Only affects
-    speed."""
+    """Balance the work per device when assigning rows, instead of splitting them in order. Changes only speed."""
     num_threads: Annotated[
         Annotated[int, Field(gt=0, le=MAX_THREADS), Says(f"a whole number from 1 to {MAX_THREADS}")] | None,
         EMBODIED_TOO,
