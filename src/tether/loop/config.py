@@ -50,8 +50,7 @@ class TrainerConfig(Section):
     log_freq: Annotated[Positive, EMBODIED] = 1
     """Embodied runs: log every N training steps, with statistics over all episodes that ended since the last log."""
     critic_warmup: Annotated[Count, EMBODIED_TOO] = 0
-    """The policy learns from this step on, counted from 1; earlier steps only train the critic. 0, 1: from the
-    start."""
+    """The policy learns from this step on, counted from 1; before it only the critic learns. 0, 1: from the start."""
     critic_warmup_until_explained_variance: Annotated[
         float | None, Field(lt=1), Says("a number below 1 or null"), EMBODIED_TOO
     ] = None
@@ -105,7 +104,7 @@ class TrainerConfig(Section):
     record_mb: Annotated[float, Field(ge=0), Says("a number, 0 or above"), EMBODIED_TOO] = 2.0
     """Maximum megabytes of samples or episodes recorded per step for `tether view`; 0: none. (tether's own key.)"""
     check_memory: Literal["warn", "refuse", "off"] = "warn"
-    """A run that does not fit into memory according to `tether plan`: warn, refuse, or do not check. (tether's own
+    """If `tether plan` says that the run does not fit into memory: warn, refuse, or do not check. (tether's own
     key.)"""
     preflight: Annotated[bool, EMBODIED_TOO] = True
     """Check memory, samples and rewards before the first step. (tether's own key.)"""

@@ -85,8 +85,7 @@ class PfPpoConfig(Section):
 
 
 class RolloutCorrectionConfig(Section):
-    """`algorithm.rollout_correction`: corrects for differences between the sampler's and the trainer's
-    probabilities."""
+    """`algorithm.rollout_correction`: corrects for a sampler whose probabilities differ from the trainer's."""
 
     rollout_is: Literal["token", "sequence"] | None = None
     """Importance weights per token or per response."""

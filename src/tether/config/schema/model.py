@@ -24,8 +24,8 @@ class LoraConfig(Section):
     """`model.lora`: how adapters are sent to servers."""
 
     merge: bool = False
-    """True: send merged weights to vLLM; False: base weights once, then only adapters. SGLang always gets merged
-    ones."""
+    """True: vLLM gets merged weights; False: base weights once, then adapters only. SGLang always gets merged
+    weights."""
 
 
 LORA = ActsIf(".lora_rank", off=(0,))
