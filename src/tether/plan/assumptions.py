@@ -93,7 +93,7 @@ def validation_rows(config: RunConfig) -> RowCount | None:
 
 
 def _limited(rows: RowCount | None, limit: int, key: str) -> RowCount | None:
-    """Return the rows limited to the value of `key`, unless that is negative."""
+    """Return the rows limited to `limit`, or the limit if they are unknown; a negative limit has no effect."""
     if limit < 0 or (rows is not None and rows.count <= limit):
         return rows
     return RowCount(limit, f"by {key}")

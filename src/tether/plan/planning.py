@@ -564,7 +564,7 @@ class Planner:
         return {}
 
     def _loading(self, local: Mapping[str, Model]) -> Parts:
-        """Return the additional memory for loading the last model: a float32 copy of its largest layer."""
+        """Return the additional memory for loading models: the largest layer in float32."""
         if self.device.is_cpu or not local:
             return {}
         return {"a layer in float32": float(max(memory.MASTER * m.sizes.largest_layer for m in local.values()))}
