@@ -156,7 +156,7 @@ def aggregate_loss(
     Assumes: ``token-mean`` gives every token the same weight, so long rows count more; ``seq-mean-token-mean`` gives
         every row the same weight, so tokens of long rows count less.
     Use it: ``token-mean`` by default (DAPO); ``seq-mean-token-mean`` for losses per row (as in GRPO); the modes with a
-    token sum where length should not be normalised away (Dr. GRPO, arXiv 2503.20783).
+        token sum where length should not be normalised away (Dr. GRPO, arXiv 2503.20783).
     Watch: `response_length/mean`: growth without a better score can result from the weight of long rows.
         `actor/grad_norm`: modes with a token sum have larger gradients.
     Keys: `actor_rollout_ref.actor.loss_agg_mode`, `actor_rollout_ref.actor.loss_scale_factor`, `critic.loss_agg_mode`.

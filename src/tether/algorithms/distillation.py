@@ -11,9 +11,8 @@ two ways to minimise it:
 Either one is the entire loss, or is added to the policy loss of the rewards.
 
 Watch: `distillation/kl`, which falls; `actor/entropy`, which approaches that of the teacher.
-Keys: `distillation.enabled`, `distillation.teacher_models`,
-    `distillation.distillation_loss.loss_mode`, `distillation.distillation_loss.use_task_rewards`,
-    `distillation.distillation_loss.distillation_loss_coef`.
+Keys: `distillation.enabled`, `distillation.teacher_models`, `distillation.distillation_loss.loss_mode`,
+    `distillation.distillation_loss.use_task_rewards`, `distillation.distillation_loss.distillation_loss_coef`.
 """
 
 from tether.algorithms.aggregation import Mean, Metric, TokenLoss
@@ -42,7 +41,7 @@ def distillation_loss(
 
     Assumes: the responses were sampled by the policy.
     Use it: where a larger model with the same tokenizer already solves the task: a signal at every token is richer than
-    one reward at the end of the response.
+        one reward at the end of the response.
     Watch: `distillation/kl`, `distillation/loss`, `distillation/pg_clipfrac`.
     Keys: `distillation.distillation_loss.loss_max_clamp`, `distillation.distillation_loss.use_policy_gradient`,
         `distillation.distillation_loss.clip_ratio`, `distillation.distillation_loss.clip_ratio_low`,

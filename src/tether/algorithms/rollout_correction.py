@@ -214,7 +214,7 @@ def rejection_mask(
 
     Assumes: few tokens or rows diverge, and losing them costs less than training on them.
     Use it: ``seq_*`` where one bad token invalidates its row, ``token_*`` otherwise; with or without importance
-    weights.
+        weights.
     Watch: the rejected fraction: above a few percent, the sampler probably has a bug. `rollout_corr/k3_kl`.
     Keys: `algorithm.rollout_correction.rollout_rs`, `algorithm.rollout_correction.rollout_rs_threshold`.
     """

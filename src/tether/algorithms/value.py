@@ -23,8 +23,8 @@ def value_loss(
     """PPO's clipped value loss per token, as in PPO's code but not its paper (Engstrom et al. 2020, arXiv 2005.12729).
 
     L = max(h(V - R), h(clip(V, V_old - c, V_old + c) - R)) with c = cliprange_value.
-    h(e) = e^2 / 2, including the factor 1/2; or, with huber_delta, e^2 / 2 up to |e| = delta and delta (|e| - delta /
-    2) beyond (RLinf's ``value_clip`` and ``huber_delta``). cliprange_value=None: no clip.
+    h(e) = e^2 / 2, including the factor 1/2; or, with huber_delta, e^2 / 2 up to |e| = delta, and
+    delta (|e| - delta / 2) beyond (RLinf's ``value_clip`` and ``huber_delta``). cliprange_value=None: no clip.
 
     Assumes: the critic should change slowly, like the policy. With large rewards the clip is always active: scale c
         with them.

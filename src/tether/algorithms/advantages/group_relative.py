@@ -62,8 +62,7 @@ def grpo_vectorized(
 def grpo_passk(
     token_level_rewards: Tokens, response_mask: Mask, *, uid: GroupIds, norm_adv_by_std_in_grpo: bool = True
 ) -> Advantages:
-    """Only the best answer of a group gets an advantage: its lead over the second best (Pass@k training, arXiv
-    2503.19595).
+    """Reward only the best answer of a group, by its lead over the second best (Pass@k training, arXiv 2503.19595).
 
     A = (max - second max) / (std + 1e-6) at the best row and 0 at all others; without the division if
     norm_adv_by_std_in_grpo is False. A tie for the best and a group of one, which has no second best, give 0.

@@ -73,8 +73,8 @@ def tir_optimal_token_baseline(
     """`optimal_token_baseline` that compares the n-th policy tokens of the rows, not those at the same position.
 
     A_n = G_n - sum_i G_in W_in / (sum_i W_in + 1e-8) for the n-th policy token of a row, with G, W and the arguments of
-    `optimal_token_baseline`. It is meant for tool-integrated reasoning (verl's TIR):
-    observations between the actions are removed first, so that they do not shift positions.
+    `optimal_token_baseline`. It is meant for tool-integrated reasoning (verl's TIR): observations between the actions
+    are removed first, so that they do not shift positions.
 
     Assumes: the n-th token that the policy wrote is comparable between rows, whatever tool outputs are in between.
     Use it: like `optimal_token_baseline`, for answers of several turns.

@@ -30,8 +30,7 @@ def dppo_tv(
     Assumes: tokens have probabilities, so not for densities of continuous actions; old_log_probs are those of the
         sampling policy, or close to it.
     Use it: for large vocabularies and mixture-of-experts models, where ratios of rare tokens are noise. verl's script
-    uses 0.15 on both sides
-        and, for an unbiased weight, c = 10000.
+        uses 0.15 on both sides and, for an unbiased weight, c = 10000.
     Watch: `actor/pg_clipfrac`, the share of excluded tokens; `actor/pg_clipfrac_lower`, the share with r > c.
     Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv`, `actor_rollout_ref.actor.clip_ratio_low`,
         `actor_rollout_ref.actor.clip_ratio_high`, `actor_rollout_ref.actor.clip_ratio_c`.
@@ -61,7 +60,7 @@ def dppo_kl(
 
     Assumes: the same as `dppo_tv`.
     Use it: like `dppo_tv`, where a probability that falls to almost 0 should count more. verl's script uses 0.05 on
-    both sides.
+        both sides.
     Watch: the same as for `dppo_tv`.
     Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=dppo_kl`, and the other keys of `dppo_tv`.
     """

@@ -77,7 +77,7 @@ def dro(
 
     Assumes: advantages have a known scale, since dro_beta is in their unit.
     Use it: on stale rollouts or fixed data: every token keeps its gradient, and tokens that moved too far are pulled
-    back.
+        back.
     Watch: `actor/ppo_kl`, `actor/ratio_max`: there is no clip fraction to show how far the policy moved.
     Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=dro`, `actor_rollout_ref.actor.policy_loss.dro_beta`.
     """
