@@ -135,8 +135,8 @@ def on_last_token(per_row: Float[Tensor, " B"], response_mask: Bool[Tensor, "B T
 
 
 class KeptTokens(TensorClass["nocast"]):  # type: ignore[type-arg]
-    """The candidate tokens that top-k and top-p left at each position, packed; `tether.text.models.truncation_record`
-    writes and reads them.
+    """The candidate tokens left by top-k and top-p, packed (written and read by
+    `tether.text.models.truncation_record`).
 
     The positions of a row are concatenated in its `words`. A position stores its token ids in ascending order, or a bit
     mask of the vocabulary where that is shorter (token v is bit v % 32 of word v // 32), so that it takes
@@ -149,8 +149,7 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[type-arg]
     count: Int[Tensor, "B T"]
     """Number of kept tokens; 0 where nothing was sampled."""
     words: list[Int[Tensor, " W"]]
-    """B tensors of int32, each with its own length, so that one row with many candidates does not widen all the
-    others."""
+    """B tensors of int32 of different lengths, so that one row with many candidates does not widen all others."""
 
 
 class RolloutBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
@@ -177,8 +176,7 @@ class RolloutBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
     """Candidate tokens left by top-k and top-p; None if neither removed any. Log-probabilities and entropies are
     computed over these candidates."""
     turn_scores: Float[Tensor, "B T"] | None = None
-    """Scores of the turns, each on the last token of its turn; None: the only score is on the last token of the
-    response."""
+    """Scores of the turns, each on its turn's last token; None: the only score is on the last token of the response."""
     routed_experts: Int[Tensor, "B W L k"] | None = None
     """The experts that routed each token of prompt and response, from the row's first token on, in each decoder layer;
     W = P + T, int16. -1 where unknown, as beyond a row's end and in layers without experts. None: the routers
@@ -313,8 +311,7 @@ class EnvBatch:
     valid: Tensor
     """[M, T]: False where no action was executed."""
     starts: Tensor
-    """[M, C + 1]: whether an episode starts at a decision; if that decision is not executed, the next one is marked
-    too."""
+    """[M, C + 1]: whether an episode starts at a decision; if it is not executed, the next one is marked too."""
     state: Tensor
     """[M, S]: recurrent state of the policy before the first decision."""
     final_obs: TensorDict
@@ -363,8 +360,7 @@ class EnvBatch:
         return replace(self, **columns)
 
     def select_rows(self, rows: range) -> tuple[EnvBatch, Tensor]:
-        """Return a copy of some rows of a rollout, without its episodes, and the indices of their entries in
-        `final_obs`.
+        """Return a copy of some rows of a rollout, without its episodes, and the indices of their `final_obs`.
 
         Only fields that a rollout sets are copied.
         """

@@ -46,8 +46,7 @@ from tether.algorithms.shapes import Mask, Scalar, Tokens
 
 
 class KLController(Protocol):
-    """Holds the coefficient of the KL penalty; the trainer updates it once per step and saves its state in
-    checkpoints."""
+    """Holds the coefficient of the KL penalty; the trainer updates it once per step and saves its state."""
 
     value: float
 
@@ -118,8 +117,7 @@ class AdaptiveKLController:
         return {"value": self.value, "initial": self.initial}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Load a saved coefficient, unless the saved state is of a fixed controller or of another initial
-        coefficient."""
+        """Load a saved coefficient, unless it is of a fixed controller or the initial coefficient has changed."""
         if "value" in state and state.get("initial", self.initial) == self.initial:
             self.value = state["value"]
 

@@ -1,5 +1,4 @@
-"""Policy-filtration PPO: train on the answers with the most reliable rewards (Shen and Zhang 2024, arXiv
-2409.06957)."""
+"""Policy-filtration PPO: train on the answers with the most reliable reward (Shen and Zhang 2024, arXiv 2409.06957)."""
 
 import torch
 from jaxtyping import Bool, Float, Int

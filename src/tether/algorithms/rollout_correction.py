@@ -248,8 +248,7 @@ def veto_mask(
 def rejection_metrics(
     log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, bounds: RejectionBounds
 ) -> dict[str, float]:
-    """Return metrics of `rejection_mask`: fractions of rejected tokens and of rows with rejected tokens, overall and
-    per mode."""
+    """Return metrics of `rejection_mask`: fractions of rejected tokens and of rows with any, in total and per mode."""
     mask, rows = response_mask.bool(), response_mask.bool().any(dim=-1)
     metrics: dict[str, float] = {}
     for mode, bound in _checked(bounds).items():
@@ -374,8 +373,7 @@ def _divergence(
     reductions: dict[str, Callable[[], Rows]] = {
         "seq_sum": lambda: masked_sum(tokens, mask, dim=-1),
         "seq_mean": lambda: masked_mean(tokens, mask, dim=-1),
-        # k2 and k3 are at least 0, so a 0 for masked tokens, or for rows without positions, does not change the
-        # maximum.
+        # k2 and k3 are at least 0, so zeros for masked tokens and for empty rows do not change the maximum.
         "seq_max": lambda: torch.nn.functional.pad(tokens, (0, 1)).amax(dim=-1),
     }
     return tokens if level == "token" else reductions[level]()[:, None]

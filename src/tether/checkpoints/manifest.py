@@ -89,8 +89,7 @@ def sha256_of(paths: Sequence[Path]) -> list[str]:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a small file so that it has either the old or the new text if the process or the machine dies at any
-    time."""
+    """Write a small file so that it has either the old or the new text, even if the process or the machine dies."""
     new = path.with_name(f"{PARTIAL}{path.name}")
     try:
         with new.open("w", encoding="utf-8") as file:

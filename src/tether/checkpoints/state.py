@@ -25,7 +25,7 @@ def as_bytes(state: Mapping[str, object]) -> bytes:
 
 def save_state(path: Path, state: Mapping[str, object]) -> None:
     """Save a tree of tensors, numbers, strings, tuples, lists and dicts; `load_state` returns it bit for bit."""
-    # open it here: given a path, torch would keep the file and its space open after a full disk
+    # Open it here: given a path, torch would keep the file and its space open after a full disk.
     with path.open("wb") as file:
         torch.save(dict(state), file)
 
@@ -43,8 +43,7 @@ def moments_path(path: Path, number: int, of: int) -> Path:
 
 
 def load_state(path: Path, *, mapped: bool = False) -> StateDict:
-    """Load a state written by `save_state` onto the CPU, with the moments in files next to it; no code in it is
-    executed.
+    """Load a state written by `save_state`, and moments in files next to it, onto the CPU without executing code.
 
     Args:
         path: path of the state.

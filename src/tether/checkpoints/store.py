@@ -133,8 +133,7 @@ class CheckpointStore:
         return saved
 
     def last_saved(self) -> Path | None:
-        """Return the checkpoint that the tracker names, or else the one with the highest step; None if there is
-        none."""
+        """Return the checkpoint that the tracker names, or else the one with the highest step, or None."""
         return self._tracked() or max(_checkpoints(self.root), key=step_of, default=None)
 
     def newest_before(self, step: int) -> Path | None:
@@ -142,8 +141,7 @@ class CheckpointStore:
         return max((path for path in _checkpoints(self.root) if step_of(path) < step), key=step_of, default=None)
 
     def resolve(self, resume_mode: ResumeMode, resume_from_path: Path | None = None) -> Path | None:
-        """Delete the remains of killed processes, and return the verified checkpoint to start from, or None for a new
-        run.
+        """Delete remains of killed processes; return the verified checkpoint to start from, or None for a new run.
 
         Args:
             resume_mode: ``auto``: the latest checkpoint, if any; ``disable``: none; ``resume_path``:
@@ -190,7 +188,7 @@ class CheckpointStore:
         aside.mkdir()
         for path in paths:
             if path.is_symlink():
-                # a relative link would point elsewhere from the new folder
+                # A relative link would point elsewhere from the new folder.
                 (aside / path.name).symlink_to(path.resolve())
                 path.unlink()
             else:
@@ -246,7 +244,7 @@ class CheckpointStore:
                 f"a file of {final} is larger than may be written there{largest}. Raise the limit (ulimit -f), or "
                 f"point trainer.default_local_dir to a file system that takes larger files. {note}",
             )
-        # measure the parent, because the folder does not exist yet
+        # Measure the parent, because the folder does not exist yet.
         exists = self.root if self.root.exists() else self.root.parent
         free = _readable(shutil.disk_usage(exists).free)
         return DiskFull(
@@ -275,8 +273,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """Return the verified checkpoint at a path: the path itself, or the latest checkpoint in a run's folder; None if
-    there is none.
+    """Return the verified checkpoint at a path, which is itself or the latest in a run's folder; None without one.
 
     Raises:
         CheckpointDamaged: raised by `verify` or `CheckpointStore.latest`.
@@ -349,8 +346,7 @@ def _remove(path: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Remove a path that is no longer visible; files that cannot be removed yet (NFS keeps open files) are left to the
-    next start."""
+    """Remove a path that is no longer visible; files that NFS still keeps open are left to the next start."""
     with suppress(OSError):
         _remove(path)
 

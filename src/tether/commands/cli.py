@@ -47,8 +47,7 @@ class BadValue(Exception):
 
 
 class Commands(TyperGroup):
-    """The group of commands, which reports a bad value in one line, as for keys; typer would print the usage before
-    it."""
+    """The group of commands, which reports a bad value in one line, as for keys, without typer's usage text."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -60,8 +59,7 @@ class Commands(TyperGroup):
 
 
 def _bad_value(error: typer.BadParameter) -> str:
-    """Return what is wrong with the value of an option, including the value, which typer does not include for all
-    types."""
+    """Return what is wrong with the value of an option, with the value, which typer omits for some types."""
     names, given = error.param.opts if error.param else [], None
     for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
         name, has_value, value = word.partition("=")
@@ -114,8 +112,7 @@ def _with_threads(overrides: Sequence[str] | None, threads: int | None) -> list[
 @contextmanager
 def _importing() -> Iterator[None]:
     """Disable garbage collection during imports of torch and transformers."""
-    # These imports create a million objects that stay alive. Collections during the import and at exit would only cost
-    # time.
+    # These imports create a million objects that stay alive; collecting during import and at exit only costs time.
     if "torch" in sys.modules:  # the process belongs to another program, which may have garbage to collect
         yield
         return

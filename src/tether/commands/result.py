@@ -32,8 +32,7 @@ class TrainingResult:
     """Number of completed training steps."""
     total_steps: int
     score: str
-    """Name of the metric used as the score: of evaluations if there were any, otherwise of training; "" if there is
-    none."""
+    """Name of the metric used as the score: of evaluations if there were any, else of training; "" without one."""
     best_score: float
     """The best score; NaN if there is none."""
     best_step: int | None

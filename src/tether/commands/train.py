@@ -101,8 +101,7 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
 
 
 def memory_warning(config: RunConfig) -> str | None:
-    """Return a sentence if a text run does not fit into the memory of its devices; None if it fits or that is
-    unknown."""
+    """Return a sentence if a text run does not fit into its devices' memory; None if it fits or that is unknown."""
     if config.env.train.id is not None or config.trainer.check_memory == "off":
         return None
     device = resolve_device(config.trainer.device)

@@ -39,7 +39,7 @@ AT_CONSTRUCTION = ("policy.", *(f"{model}.{key}" for model in _ADAPTED for key i
 """Prefixes of the keys that act when models are built; a resumed run loads its models from the checkpoint."""
 NOT_AT_CONSTRUCTION = (
     *(f"policy.{key}" for key in ("normalize_rewards", "clip_rewards", "tokenizer_path")),
-    # validated with the parameters of the network that they define
+    # Validated with the parameters of the network that they define.
     *(f"policy.{key}" for key in ("model_type", "features_extractor")),
 )
 

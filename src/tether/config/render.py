@@ -16,8 +16,7 @@ Line = Callable[[str, str], str]
 
 
 class Dumper(yaml.SafeDumper):
-    """YAML dumper that quotes strings which OmegaConf but not PyYAML would read as numbers, or with unusual line
-    breaks."""
+    """YAML dumper that quotes strings with unusual line breaks, or that OmegaConf but not PyYAML reads as numbers."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         """Return the node of a string, in double quotes if it has a character that YAML reads as a line break."""
@@ -33,8 +32,7 @@ Dumper.add_implicit_resolver(
 
 
 def to_yaml(values: Mapping[str, object], sources: Mapping[str, str]) -> str:
-    """Return YAML that loads to the same config, with inherited values as comments and without defaults that have no
-    effect."""
+    """Return YAML that loads to the same config, with inherited values as comments and without unused defaults."""
 
     def line(path: str, text: str) -> str:
         return f"# {text}  ({sources[path]})" if sources[path].startswith("inherits ") else text

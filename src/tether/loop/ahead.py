@@ -128,8 +128,7 @@ class SamplingAhead(Generic[Batch, Details]):
         export: Callable[[], WeightUpdate],
         **options: Any,
     ) -> Self | None:
-        """Return the rollouts for a value of ``trainer.async_mode``; None for ``off``, where sampling and training
-        alternate."""
+        """Return the rollouts for a ``trainer.async_mode``; None for ``off``, where sampling and training alternate."""
         if mode == "off":
             return None
         fixed = mode == "one_step_off"
@@ -246,8 +245,7 @@ class SamplingAhead(Generic[Batch, Details]):
             self._pending[drawn.step].set_result(drawn)
 
     def load_position(self, state: StateDict) -> None:
-        """Let the source continue after the batches of a checkpoint; `state` is the source's state after the last
-        step."""
+        """Let the source continue after a checkpoint's batches; `state` is the source's state after the last step."""
         self.position = state
         self._source.load_state_dict(self._pending[max(self._pending)].result().position if self._pending else state)
 
@@ -280,8 +278,7 @@ class SamplingAhead(Generic[Batch, Details]):
 
 @dataclass(frozen=True)
 class SourceAhead:
-    """Stands in for the source in the loop, since `SamplingAhead` calls the real one; its state is that of the last
-    step."""
+    """Stands in for the source in the loop, since `SamplingAhead` calls it; its state is that of the last step."""
 
     ahead: SamplingAhead[Any, Any]
 

@@ -261,8 +261,7 @@ FAILING_STEPS = 5
 KEPT_PROGRESS = 0.9
 """A policy that still has this share of its best progress since the first step counts as having solved its task."""
 LOST_PROGRESS = 0.5
-"""At or below this share of its best progress, a policy counts as having learned nothing or as losing what it
-learned."""
+"""Up to this share of its best progress, a policy counts as having learned nothing, or as losing it."""
 DRIFTED_STEPS = 5
 """Consecutive steps with one of the following signs of degeneration."""
 TRUNCATED = 0.9
@@ -270,8 +269,7 @@ TRUNCATED = 0.9
 SHORT = 0.1
 """Length of a response relative to that of the first step."""
 REPEATED = 0.6
-"""Share of a response's 4-grams that occurred earlier in it; the share in the first step must be at most half of
-this."""
+"""Share of 4-grams that occurred earlier in the response; the first step must have at most half of it."""
 LARGE_UPDATE_KL = 1.0
 """KL of a single step's update in nats per token, twenty times the healthy range. Tiny models reach 0.8 and learn."""
 LARGE_DISTANCE = 1.0
@@ -291,8 +289,7 @@ SMALLER_CONTROL_UPDATES = "lower actor_rollout_ref.actor.optim.lr, or set a lowe
 
 @dataclass(frozen=True)
 class Drift:
-    """A degeneration of the responses or the policy, detected by comparing a metric with its value in the first
-    step."""
+    """A degeneration of responses or policy, detected by comparing a metric with its value in the first step."""
 
     is_detected: Callable[[float, float], bool]
     message: str
@@ -344,8 +341,7 @@ class Alarms:
     active: list[str] = field(default_factory=list)
     """Alarms that have warned and are not off again."""
     since: dict[str, int] = field(default_factory=dict)
-    """The step at which the problem of each collapse alarm began, since it was last off for as many checks as it
-    requires."""
+    """The step at which each collapse alarm's problem began, after the alarm was last off for long enough."""
     step: int = 0
     """The last step that was checked."""
     sampled_at: int = 0
@@ -486,8 +482,7 @@ class Alarms:
             )
 
     def _check_decay(self, metrics: Mapping[str, float], warn: Warn) -> None:
-        """Warn once if weight decay changes the policy in a step without a signal, because the metrics look like
-        learning."""
+        """Warn once if weight decay changes the policy without a signal, because the metrics look like learning."""
         decays = metrics.get("actor/lr", 0.0) * self.weight_decay >= MIN_DECAY
         self._once(
             "decay",

@@ -104,8 +104,7 @@ class TrainerConfig(Section):
     record_mb: Annotated[float, Field(ge=0), Says("a number, 0 or above"), EMBODIED_TOO] = 2.0
     """Maximum megabytes of samples or episodes recorded per step for `tether view`; 0: none. (tether's own key.)"""
     check_memory: Literal["warn", "refuse", "off"] = "warn"
-    """If `tether plan` says that the run does not fit into memory: warn, refuse, or do not check. (tether's own
-    key.)"""
+    """A run that does not fit into memory, by `tether plan`: warn, refuse, or do not check. (tether's own key.)"""
     preflight: Annotated[bool, EMBODIED_TOO] = True
     """Check memory, samples and rewards before the first step. (tether's own key.)"""
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], EMBODIED_TOO] = "auto"

@@ -410,11 +410,9 @@ class Learner(Generic[Batch, Outputs]):
     loss: LossSpec[Batch, Outputs]
     plan: UpdatePlan
     critic_loss: LossSpec[Batch, Outputs] | None = None
-    """The critic's loss, if the critic is part of the policy's model; None if it has its own model or does not
-    exist."""
+    """The critic's loss, if the critic is part of the policy's model; None if it has its own model or is absent."""
     loss_at: Callable[[int], tuple[LossSpec[Batch, Outputs], dict[str, float]]] | None = None
-    """Maps the training step, counted from 0, to its loss and to the values of scheduled settings; None if no setting
-    changes over the run."""
+    """Maps the training step, counted from 0, to its loss and scheduled settings; None if nothing is scheduled."""
 
     def infer(self, batch: Batch) -> Outputs:
         """Return the outputs for all rows, without gradients."""

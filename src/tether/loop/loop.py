@@ -205,8 +205,7 @@ class Trainer:
         return self.mismatch.measure(batch, self.loggers.warn) if self.mismatch else {}
 
     def fit(self, interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Train to the last step, or until `interrupted`, an alarm or a target score stops the run with a
-        checkpoint."""
+        """Train to the last step, or until `interrupted`, an alarm or a target score stops the run and saves it."""
         is_new_run = self.step_number == 0
         if self.step_number < self.schedule.total_steps:
             self._check_saving()
@@ -250,8 +249,7 @@ class Trainer:
                 self.callbacks.on_step_end(done, metrics)
                 saves = self.schedule.saves_at(done) or stopping
                 self.collect_saved(wait=saves)
-            # Log before saving: a run killed in between repeats the step and replaces its log line instead of losing
-            # it.
+            # Save after logging: a run killed in between repeats the step and replaces its log line.
             if saves:
                 self.save(stopping=stopping)
             if stopping:
@@ -286,14 +284,12 @@ class Trainer:
                 self._skip_checkpoint(error, is_best=True)
 
     def _decide_stop(self) -> bool:
-        """Decide whether the run stops now and, if it stops because of a collapse, which checkpoint it rolls back
-        to."""
+        """Decide whether the run stops now and, after a collapse, to which checkpoint it rolls back."""
         since = self.alarms.collapsed_since
         self.stopped_by = reason_to_stop(self.best.reached_target, since is not None, self.on_collapse)
         if since is not None and self.stopped_by != "trainer.stop_at_score":
             self.rollback_target = self.rollbacks.choose_target(since) if self.rollbacks else None
-            # `collapsed_since` stays set if there is a target, so that a run killed before the rollback does it when it
-            # resumes.
+            # With a target, `collapsed_since` stays set: a run killed before the rollback does it when it resumes.
             if self.rollback_target is None:
                 self.alarms.collapsed_since = None
             if self.stopped_by:

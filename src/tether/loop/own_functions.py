@@ -124,8 +124,7 @@ def _check_tokens(value: object, mask: Tensor, what: str) -> None:
 
 
 def _toy() -> dict[str, Any]:
-    """Return inputs for a test call: four rows in two groups, one row without tokens and one with a tool's output in
-    the middle."""
+    """Return inputs for a test call: two groups, with one row without tokens and one with a tool's output inside."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.tensor([[True, True, True], [True, False, True], [True, True, False], [False, False, False]])
     names = ("rewards", "values", "advantages", "log_probs", "old_log_probs", "rollout_log_probs")

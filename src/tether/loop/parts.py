@@ -176,8 +176,7 @@ class CriticWarmup:
         return {"reached": self.reached, "ended": self.ended}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load what `state_dict` returned; a threshold that was reached stays reached even if a new one is
-        configured."""
+        """Load what `state_dict` returned; a threshold that was reached stays reached if the setting changes."""
         self.reached, self.ended = state["reached"], state["ended"]
 
 
@@ -260,8 +259,7 @@ STOPS = (
 
 
 class Ranks(Protocol):
-    """The processes of a run on several devices, reduced to what the loop uses; `tether.distributed.Group` adds
-    more."""
+    """The processes of a run on several devices, as the loop uses them; `tether.distributed.Group` adds more."""
 
     @property
     def size(self) -> int: ...

@@ -134,8 +134,7 @@ def _size(count: int) -> str:
 
 
 def update_findings(rows: int, mini_batch_rows: int, epochs: int) -> list[Finding]:
-    """Return a finding if each batch gets a single update, in which the ratio is always 1 and the clip has no
-    effect."""
+    """Return a finding if each batch gets one update, where the ratio is always 1 and the clip has no effect."""
     if rows > mini_batch_rows or epochs > 1:
         return []
     return [

@@ -84,8 +84,7 @@ class RewardTransform(Stateful, Protocol[Batch_contra]):
 
 
 class Rollouts(Stateful, Protocol[Tasks_contra, Batch, Details]):
-    """Acts with the current policy, in training and in evaluation; the default implementation has no state and no
-    files."""
+    """Acts with the current policy, in training and evaluation; by default it has no state and no files."""
 
     @property
     def can_evaluate(self) -> bool:

@@ -1,5 +1,4 @@
-"""The work of a rank in addition to its updates: exchanging objects with the other ranks, and writing its share of a
-checkpoint in a thread."""
+"""A rank's work besides updates: exchanging objects with other ranks, and writing its share of a checkpoint."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ def _tensor(numbers: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
 
 
 class Writing:
-    """Runs one job at a time in a thread; errors of writing files are returned, since the rank can continue after
-    them."""
+    """Runs one job at a time in a thread; errors of writing files are returned, since the rank can continue."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint")

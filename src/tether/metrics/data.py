@@ -153,8 +153,7 @@ def _spread(prefix: str, values: Tensor) -> dict[str, float]:
 
 
 def _correlation(x: Float[Tensor, " N"], y: Float[Tensor, " N"]) -> float:
-    """Return Pearson's coefficient. If one side is constant, where it is undefined, return 1 if both are equal, else
-    0."""
+    """Return Pearson's coefficient; where a constant side leaves it undefined, 1 if both are equal, else 0."""
     x_centered, y_centered = x - x.mean(), y - y.mean()
     scale = x_centered.norm() * y_centered.norm()
     if scale == 0:

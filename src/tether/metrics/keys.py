@@ -451,8 +451,7 @@ METRICS: Mapping[str, MetricInfo] = {
 
 
 def describe(key: str) -> MetricInfo | None:
-    """Return the entry of a logged key; None if the key is unknown. Exact entries take precedence over those with
-    ``<...>``."""
+    """Return the entry of a logged key, or None; exact entries take precedence over those with ``<...>``."""
     if key in METRICS:
         return METRICS[key]
     matching = (info for template, info in METRICS.items() if _pattern(template).fullmatch(key))

@@ -274,8 +274,7 @@ def _draw_curves(axis: Axes, series: Sequence[dict[int, float]], color: str, lab
 
 
 def _draw_stack(axis: Axes, panel: Panel, runs: Sequence[Run]) -> None:
-    """Draw the phases of a run, or their means over all runs at the common steps; a missing phase counts as 0
-    seconds."""
+    """Draw the phases of a run, or their means over runs at the common steps; a missing phase counts as 0 seconds."""
     steps = sorted(set.intersection(*(set(_series(run, STEP_SECONDS) or run) for run in runs)))
     means = [[np.mean([run[step].get(key, 0.0) for run in runs]) for step in steps] for key in panel.keys]
     layers = [_running_mean(np.nan_to_num(np.array(mean))) for mean in means]

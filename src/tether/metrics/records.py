@@ -137,8 +137,7 @@ class RecordFile:
 
     @property
     def is_due(self) -> bool:
-        """Return whether to record the next step: the first steps always, later ones while recording takes below 1 % of
-        the time."""
+        """Return whether to record the next step; after the first steps, recording stays below 1 % of the time."""
         self._started = self._started or time.monotonic()  # called when the first step begins
         limit = MAX_TIME_SHARE * (time.monotonic() - self._started)
         return bool(self.max_bytes) and not self._failed and (self._recorded < FREE_STEPS or self.seconds <= limit)

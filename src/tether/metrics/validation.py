@@ -33,8 +33,7 @@ class ValidationRow:
     uid: Hashable
     """Identifies the prompt; all its responses have the same uid."""
     values: Mapping[str, object]
-    """``reward``, and other values that the reward returned, such as ``acc``. None, NaN and non-numeric values are
-    excluded."""
+    """``reward``, and other values of the reward such as ``acc``. None, NaN and non-numeric values are excluded."""
     pred: Hashable | None = None
     """The answer parsed from the response; needed for ``maj@n``."""
     question: Hashable | None = None

@@ -140,8 +140,7 @@ class Architecture:
 
     @property
     def kv_per_token(self) -> int:
-        """Number of keys and values per token in all layers; the native cache stores latent attention's in expanded
-        form."""
+        """Number of keys and values per token in all layers; the native cache expands those of latent attention."""
         if self.latent:
             return self.layers * self.heads * (self.latent.nope + self.latent.rope + self.latent.value)
         return 2 * self.layers * self.kv_heads * self.head_size

@@ -90,8 +90,7 @@ def _sizes(planner: Planner) -> list[Options]:
 
 
 def _samplers(planner: Planner) -> list[Options]:
-    """Return alternatives for servers (the configured one, or vLLM), whose share of memory may be too small or too
-    large."""
+    """Return alternatives for the configured server, or for vLLM, whose share of memory may be too small or large."""
     config, rollout = planner.config, planner.config.actor_rollout_ref.rollout
     served = rollout.name in SERVERS
     if planner.fine_tunes or (not served and (planner.device.is_cpu or config.trainer.async_mode != "off")):
@@ -191,8 +190,7 @@ def _is_better(one: Change, other: Change) -> bool:
 
 
 def _fitting(planner: Planner, base: Values, sampler: Options) -> dict[str, object] | None:
-    """Return the settings to add to `base` so that the run fits, including those of `base` that it needs; None if none
-    do."""
+    """Return the settings to add to `base` so that the run fits, with those of `base` that it needs; None without."""
     for served in sampler:
         values = {**base, **served}
         sizes = _sizes(_changed(planner, values))
@@ -285,8 +283,7 @@ def _on(planner: Planner, per_node: int, nodes: int) -> Planner:
 
 
 def what_if(planner: Planner) -> dict[str, list[Case]]:
-    """Return tables for other numbers of devices, micro-batch sizes and numbers of responses, and for separate
-    samplers."""
+    """Return tables for other numbers of devices, micro-batch sizes, numbers of responses, and separate samplers."""
     config, cluster = planner.config, planner.cluster
     tables: dict[str, list[Case]] = {"devices": [], "micro-batch": [], "responses of a prompt": []}
     if not config.cluster.component_placement and not config.actor_rollout_ref.rollout.nnodes:
@@ -322,8 +319,7 @@ def _case(planner: Planner, what: str) -> list[Case]:
 
 
 def _split(planner: Planner) -> list[Case]:
-    """Return plans for the same devices: sampling on all of them, or on half of them in turn, one step ahead or fully
-    asynchronously."""
+    """Return plans for sampling on all devices, or on half of them: in turn, one step ahead, fully asynchronous."""
     together, config = planner.plan(), planner.config
     cases = [Case("together", together, together.step)]
     per_node, nodes = planner.cluster.per_node, planner.cluster.nodes

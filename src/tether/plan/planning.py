@@ -54,8 +54,7 @@ CUDA's context."""
 COMMUNICATION = 0.6 * GIB
 """NCCL's buffers, if several GPUs work together."""
 SLACK = {"cpu": 0.25, "gpu": 0.05}
-"""Share of a phase's additional memory that the allocator cannot reuse; on a CPU between two returns of freed memory
-(measured)."""
+"""Share of a phase's additional memory that the allocator cannot reuse (on a CPU measured between two returns)."""
 HOST_PROCESS = 2.5 * GIB
 """Host memory of a process that drives a GPU: torch's libraries, CUDA's context, rows."""
 SERVER_ACTIVATIONS = 1.5 * GIB
@@ -466,8 +465,7 @@ class Planner:
 
     @property
     def recomputes_log_probs(self) -> bool:
-        """Whether old log-probs are a separate phase: neither the sampler nor the only update on a rollout provides
-        them."""
+        """Whether old log-probs are a separate phase, because neither the sampler nor a single update provides them."""
         config, actor = self.config, self.config.actor_rollout_ref.actor
         correction = config.algorithm.rollout_correction
         if self.fine_tunes or correction.bypass_mode:
@@ -774,8 +772,7 @@ class Planner:
         return sampled.seconds * rows / len(drawn) + prefill, sampled.idle
 
     def _pass(self, name: str, packed: bool, share: int) -> float:
-        """Return the seconds of a forward pass over all rows on all devices; groups of `share` rows compute their
-        prompt once."""
+        """Return the seconds of a forward pass over all rows; groups of `share` rows compute their prompt once."""
         lengths, rows, model = self.lengths, self.rows, self.models[name]
         response = lengths.mean if packed else (lengths.mean + lengths.tail) / 2  # padded to the longest of a few
         prompts = rows / (share if packed else 1)

@@ -18,8 +18,7 @@ _lock = threading.RLock()
 
 @contextmanager
 def python_seeded(seed: str) -> Iterator[None]:
-    """Seed Python's global generator for a block, then restore it. `rng_state` in another thread waits until the block
-    ends."""
+    """Seed Python's global generator for a block, then restore it; `rng_state` in another thread waits for the end."""
     with _lock:
         state = random.getstate()
         random.seed(seed)

@@ -39,7 +39,6 @@ def pip_install(extra: str) -> str:
 
 
 def _metadata(file: str) -> str | None:
-    """Return the text of a metadata file that the installer wrote, which an editable install has outside of the
-    package's folder."""
+    """Return the text of an installer's metadata file, which an editable install has outside of the package."""
     installed = distributions(name="tether", path=[str(Path(__file__).parents[2]), *sys.path])
     return next((text for each in installed if (text := each.read_text(file))), None)

@@ -51,7 +51,7 @@ class Interrupt:
 def _say(text: str) -> None:
     """Write to standard error without ever raising, as required in a signal handler."""
     file = STDERR
-    # scripts, notebooks and services replace it by objects without a file descriptor, or by None
+    # Scripts, notebooks and services replace it by objects without a file descriptor, or by None.
     with suppress(Exception):
         file = int(sys.stderr.fileno())
     with suppress(OSError):  # standard error may be closed

@@ -12,7 +12,7 @@ from typing import Any
 from tether.runtime.interrupt import Interrupted, give_up_if_interrupted
 
 _SIGNAL = signal.SIGURG  # ignored by default, and not used for anything else
-# the error for the main thread to raise, and the call to raise it in
+# The error for the main thread to raise, and the call to raise it in.
 _late: tuple[LateCalls, float, Exception] | None = None
 _watching: set[LateCalls] = set()
 _before: Any = signal.SIG_DFL  # the handler to restore after the last instance is closed

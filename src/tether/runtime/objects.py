@@ -33,8 +33,7 @@ def held(name: str) -> Any:
 
 @contextmanager
 def holding(objects: Mapping[str, object]) -> Iterator[None]:
-    """Let ``object:NAME`` refer to these objects inside the block, in all threads; only one thread at a time can enter
-    it.
+    """Let ``object:NAME`` refer to these objects inside the block, in all threads; one thread at a time can enter.
 
     Raises:
         ValueError: another thread does not leave its block, for example because it trains.

@@ -37,7 +37,6 @@ def hide_warnings_of_packages() -> None:
 
 @contextmanager
 def quiet_fork() -> Iterator[None]:
-    """Hide the warning of Python 3.12 and later about a fork in a process with threads; the child waits for none of
-    them."""
+    """Hide the warning since Python 3.12 about a fork in a process with threads; the child waits for none of them."""
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         yield

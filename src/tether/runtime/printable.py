@@ -37,8 +37,7 @@ def _printable(character: str) -> str:
 
 
 def print_harmlessly() -> None:
-    """Apply `printable` to everything that this process prints from now on, limit its amount, and make prints never
-    fail."""
+    """Apply `printable` to everything that this process prints from now on, limit it, and make prints never fail."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             _guard(stream)

@@ -54,7 +54,7 @@ class RunLock:
             raise self._unusable(error) from error
         try:
             self._refuse_another()
-            # its owner has just deleted the file, and another run may have created a new one
+            # Its owner has just deleted the file, and another run may have created a new one.
             if not self._is_in_place():
                 raise self._busy(None)
             record = json.dumps(_this_process() | {"since": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")})
@@ -87,8 +87,7 @@ class RunLock:
         self._let_go()
 
     def remove_folder(self) -> None:
-        """Delete the folder of the run and release the lock. The lock file is deleted last, so that no other run can
-        start in it."""
+        """Delete the run's folder, the lock file last, so that no other run can start there; release the lock."""
         self._closed.set()
         self._touching.join()
         folder = self._path.parent
@@ -190,8 +189,7 @@ class RunLock:
 
 
 def owner_of(folder: Path) -> str | None:
-    """Return a description of the process that uses a folder; None if there is none, or if it stopped touching its
-    file."""
+    """Return a description of the process that uses a folder; None without one, or if it stopped touching its file."""
     path = folder / LOCK
     with suppress(OSError, ValueError, KeyError):
         if time.time() - path.stat().st_mtime < WATCH_SECONDS:

@@ -191,14 +191,12 @@ class SupervisedProcess:
         return self._is_closed or bool(select.select([self._control], [], [], 0)[0])
 
     def finish(self) -> None:
-        """Tell the process that there are no further requests: its `Channel.receive` returns None, and it should then
-        end."""
+        """Tell the process that there are no more requests: `Channel.receive` returns None, and it should then end."""
         with contextlib.suppress(OSError):  # closed already
             self._channel.connection.shutdown(socket.SHUT_WR)
 
     def close(self, timeout: float = 0.0) -> str:
-        """Kill the process and its descendants, wait for their end, and return how the process ended. Can be called
-        twice.
+        """Kill the process and its descendants, wait, and return how the process ended. It can be called twice.
 
         Args:
             timeout: seconds to wait first for the process to end by itself.

@@ -17,8 +17,7 @@ _LIBRARIES = tuple(Path(sysconfig.get_path(kind)) for kind in ("stdlib", "pureli
 
 
 def raised_by_tether(error: BaseException) -> bool:
-    """Whether tether's own code raised an error, rather than a library or user code; its message is then meant for
-    users."""
+    """Whether tether's own code raised an error, not a library or user code; its message is then meant for users."""
     return Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(_TETHER)
 
 

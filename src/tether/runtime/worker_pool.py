@@ -37,10 +37,10 @@ class Work(Generic[Answer]):
     """What the processes of a pool do, and how their messages are decoded."""
 
     serve: str
-    """``module:function`` for `SupervisedProcess.spawn`. Its first message is the result of `begin`. It replies in
-    JSON: any number of lists [next activity], used in messages, then either a string with an error or an object, which
-        becomes
-    `WorkerPool.about`. Each later request is a pickled list of payloads, each of which has one answer."""
+    """``module:function`` for `SupervisedProcess.spawn`. Its first message is the result of `begin`, to which it
+    replies in JSON with any number of lists [next activity], used in messages, then with a string (an error) or an
+    object, which becomes `WorkerPool.about`. Each later request is a pickled list of payloads, each of which has one
+    answer."""
     begin: Callable[[Any], object]
     """Returns the first message, pickled, from `WorkerPool.about` (None for the first workers)."""
     name: str
@@ -78,7 +78,7 @@ class WorkerPool(Generic[Answer]):
         self._submitted: set[int] = set()
         self._last_index = 0
         self._done: dict[int, Answer] = {}
-        # how often the process of a request ended before it started the request
+        # How often the process of a request ended before it started the request.
         self._returned: Counter[int] = Counter()
         self._failure: BaseException | None = None
         self._closed = False
@@ -202,8 +202,7 @@ class WorkerPool(Generic[Answer]):
             return [self._queue.popleft() for _ in range(min(max(share, 1), _MAX_BATCH))]
 
     def _run(self, slot: int, batch: list[tuple[int, bytes]]) -> None:
-        """Let one worker answer `batch`. If it ends, its current request fails and the remaining ones are queued
-        again."""
+        """Let one worker answer `batch`. If it ends, its current request fails and the remaining ones are requeued."""
         worker, unanswered = self._workers[slot], deque(batch)
         try:
             worker.send(pickle.dumps([payload for _, payload in batch]), self._timeout)

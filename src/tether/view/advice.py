@@ -358,7 +358,7 @@ def _one_group_dominates(run: RunFolder) -> Iterator[Advice]:
         listed = groups(run, step)
         if len(listed) >= 4 and (listed[0].get("gradient_share") or 0.0) > 0.6:
             heavy.append((step, listed[0]))
-    # near the end, few hard prompts may provide all of the gradient
+    # Near the end, few hard prompts may provide all of the gradient.
     if len(heavy) > WINDOW // 2 and not _is_near_maximum(run):
         step, top = heavy[-1]
         text = (
@@ -480,7 +480,7 @@ def _never_solved(run: RunFolder) -> Iterator[Advice]:
     rows = listed["rows"]
     never = [one for one in rows if one["never"]]
     others = [one for one in rows if not one["never"]]
-    # if most prompts are never solved, the policy is the problem rather than the prompts
+    # If most prompts are never solved, the policy is the problem rather than the prompts.
     if not never or len(never) > len(others):
         return
     share = sum(one["solved"] for one in others) / sum(one["attempts"] for one in others)

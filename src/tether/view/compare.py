@@ -1,5 +1,4 @@
-"""Several runs: their differences, their curves as means over seeds, and whether seeds distinguish them
-significantly."""
+"""Several runs: their differences, curves as means over seeds, and whether seeds distinguish them significantly."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def _role_and_kind(opening: re.Match[str]) -> tuple[str, str]:
     groups = {name: text for name, text in opening.groupdict().items() if text is not None}
     written = groups.get("role", next(iter(groups))).lower()
     role = ROLES.get(written, written)
-    # in harmony's format, the role is the name of a tool
+    # In harmony's format, the role is the name of a tool.
     if role not in KNOWN_ROLES and "call" in opening.re.groupindex:
         role = "tool"
     is_call = role == "assistant" and bool({"call", "call_in_channel"} & groups.keys())

@@ -180,8 +180,7 @@ AXES = ("step", "samples", "tokens", "seconds")
 
 
 def axis_values(run: RunFolder, axis: str) -> dict[int, float]:
-    """Return the position of each step on an axis: the step itself, or total samples, tokens or seconds; empty if
-    unknown."""
+    """Return each step's position on an axis: the step, or total samples, tokens or seconds; empty if unknown."""
     steps = sorted(run.metrics)
     if axis == "step":
         return {step: float(step) for step in steps}
@@ -199,8 +198,7 @@ def axis_values(run: RunFolder, axis: str) -> dict[int, float]:
 
 
 def curves(run: RunFolder, keys: Sequence[str], axis: str = "step") -> JsonObject:
-    """Return the points of metrics, ``{key: {"x": [...], "y": [...]}}``, with intervals of validation scores if
-    known."""
+    """Return the points of metrics, ``{key: {"x": [...], "y": [...]}}``, with known intervals of validation scores."""
     if axis not in AXES:
         raise ValueError(f"axis={axis}: must be one of {', '.join(AXES)}")
     metrics = set(run.keys)
@@ -616,8 +614,7 @@ def group(run: RunFolder, step: int, index: int) -> JsonObject:
 
 
 def groups(run: RunFolder, step: int) -> list[JsonObject]:
-    """Return each group of a step: its prompt, rewards and their mean, share of the gradient, and how far its policy
-    moved."""
+    """Return each group of a step: its prompt, rewards, mean, share of the gradient, and how far the policy moved."""
     columns = run.columns(_recorded(run, step))
     texts = _texts(run, step)["prompts"]
     summaries = []
@@ -663,8 +660,7 @@ ACCURACIES = ("acc", "accuracy", "correct")
 
 
 def prompts(run: RunFolder, limit: int | None = MAX_ROWS) -> JsonObject:
-    """Return the training prompts over all recorded steps, the hardest first, and the definition of "solved" used for
-    them.
+    """Return the training prompts over all recorded steps, the hardest first, and the definition of "solved".
 
     Args:
         run: the run.

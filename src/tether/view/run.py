@@ -37,8 +37,7 @@ class LineFile:
         """Last bytes before the read position, to detect a rewritten file."""
 
     def refresh(self) -> tuple[bool, list[tuple[int, bytes]]]:
-        """Return whether earlier lines are invalid because the file was replaced, and the offset and content of each
-        new line."""
+        """Return whether the file was replaced, which invalidates earlier lines, and offset and text of new lines."""
         try:
             with self.path.open("rb") as file:
                 status = self.path.stat()
@@ -203,8 +202,7 @@ class RunFolder:
         return self._columns[step]
 
     def task_names(self, step: int) -> list[str]:
-        """Return the descriptions of a step's tasks, in the order of the indices in column `task`; empty if it has
-        none."""
+        """Return the descriptions of a step's tasks, by the indices of its column `task`; empty if it has none."""
         self.columns(step)
         return self._task_names[step]
 
@@ -289,8 +287,7 @@ class RunFolder:
 
     @property
     def last_film(self) -> JsonObject | None:
-        """Step and row of an episode in the last recorded step whose observations include images; None if there is
-        none."""
+        """Step and row of an episode in the last recorded step whose observations include images, or None."""
         record = self.record("episodes", self.steps[-1]) if self.steps else None
         for episode in record["rows"] if record else ():
             packed = [one for one in episode["observations"].values() if isinstance(one, dict)]

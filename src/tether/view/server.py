@@ -62,8 +62,7 @@ def serve(folders: Sequence[Path], port: int, say: Callable[[str], object], rewa
 
 
 def make_app(folders: Sequence[Path], token: str, reward: str | None = None) -> Starlette:
-    """Return the application that serves runs under ``/TOKEN/``; other addresses return 404. For `reward` see
-    `serve`."""
+    """Return the application that serves runs under ``/TOKEN/`` and nothing else. For `reward` see `serve`."""
     import asyncio
 
     from starlette.applications import Starlette

@@ -50,8 +50,7 @@ class Groups:
 
     def centre(self, scores: Rows) -> Rows:
         """Subtract the group's mean; groups with equal scores, and groups of one, give exactly 0."""
-        # Scores are shifted by the group's maximum first, so that equal scores have no rounding error that a small std
-        # could amplify.
+        # Shifted by the group's maximum, equal scores have no rounding error that a small std could amplify.
         shifted = torch.where(self.valid, scores - self.max(scores), 0.0)
         return torch.where(self.valid, shifted - self.sum(shifted) / self.size().clamp(min=1), 0.0)
 
@@ -84,8 +83,7 @@ def score_groups(token_level_rewards: Tokens, response_mask: Mask, uid: GroupIds
 
 
 def informative_rows(scores: Rows, response_mask: Mask, uid: GroupIds) -> Bool[Tensor, " B"]:
-    """Return the valid rows whose group has different scores; other rows have advantage 0 (used by dynamic
-    sampling)."""
+    """Return the valid rows whose group has different scores; all others have advantage 0 (for dynamic sampling)."""
     groups = Groups.of(uid, response_mask)
     scores = torch.where(groups.valid, scores, 0.0)
     # NaN differs from itself, so a group with NaN counts as informative and the NaN stays visible.

@@ -28,8 +28,7 @@ def select_clip_cov(
     clip_ratio_low: NonNegative = 0.2,
     clip_ratio_high: NonNegative = 0.2,
 ) -> Bool[Tensor, "B T"]:
-    """Draw random tokens whose covariance lies strictly between the bounds and which PPO's clip does not already
-    exclude.
+    """Draw tokens with a covariance strictly between the bounds, among those that PPO's clip does not exclude.
 
     Args:
         log_probs: log-probs of the current policy, over the full mini-batch.

@@ -1,5 +1,4 @@
-"""Checks of one update: the first ratio is 1, memory settings do not change gradients, running out of memory is
-handled."""
+"""Checks of one update: the first ratio is 1, gradients do not depend on memory settings, out-of-memory is handled."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ def first_ratio(context: CheckContext) -> CheckOutcome:
 
 
 def memory_settings(context: CheckContext) -> CheckOutcome:
-    """Compare the gradients of a mini-batch for several micro-batch sizes, layouts and checkpointing settings, in
-    float64."""
+    """Compare a mini-batch's gradients for several micro-batch sizes, layouts and checkpointing, in float64."""
     batch = _scored_batch()
     expected = _gradients(context, batch, MicroBatching(max_rows=ROWS))
     settings = {

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from tether.runtime.machine import computes_in_bfloat16
 
-# with the 256 bytes an even vocabulary size, for two ranks
+# With the 256 bytes an even vocabulary size, for two ranks.
 SPECIAL_TOKENS = ("<pad>", "<|im_start|>", "<|im_end|>", "<unused>")
 EOS_ID = 2
 TEMPLATE = (

@@ -77,8 +77,7 @@ def control_grpo(context: CheckContext) -> CheckOutcome:
 
 
 def two_ranks(context: CheckContext) -> CheckOutcome:
-    """Train on two processes and on all GPUs, compare weights with a run on one process, and report the weight
-    transfer."""
+    """Train on two processes and on all GPUs, compare weights with those of one process, and report the transfer."""
     return _as_one_device(context, "ranks", [])
 
 

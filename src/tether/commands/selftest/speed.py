@@ -159,8 +159,7 @@ def _measured_limits(context: CheckContext) -> tuple[float, float]:
 
 
 def _fastest(context: CheckContext, *calls: Callable[[int], object]) -> list[float]:
-    """Return the seconds of the fastest execution of each call. The calls alternate, three times or as often as fits
-    into a few seconds."""
+    """Return the seconds of the fastest execution of each call; calls alternate, at least three times."""
     spent = [[_seconds(context, call, 0)] for call in calls]
     for step in range(1, 3):
         if sum(map(sum, spent)) < MAX_SECONDS * len(calls):

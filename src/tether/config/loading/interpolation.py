@@ -74,8 +74,7 @@ class Values:
         return self._tree
 
     def _needed(self, path: str) -> dict[str, None] | None:
-        """Return the keys to which a value refers, directly or indirectly; None if it has more than plain
-        references."""
+        """Return all keys to which a value refers, also indirectly; None if not all references are plain."""
         needed, pending = dict[str, None](), [path]
         while pending:
             name = pending.pop()

@@ -150,8 +150,7 @@ def _with_aliases(paths: set[str]) -> set[str]:
 
 
 def _check_other_keys(settings: Settings, bad: set[str], look: AdditionalCheck) -> list[Problem]:
-    """Check the config with its bad keys reset to defaults, and return the problems that mention none of the bad
-    keys."""
+    """Check the config with its bad keys reset to defaults; return the problems that mention none of them."""
     stand_ins = {key: Setting(PLACEHOLDER, COMMAND_LINE, 0) for key in bad if keys()[key].required or key == ENV_KEY}
     good = {key: setting for key, setting in settings.items() if key not in bad}
     resolved = resolve(sft.with_defaults(with_defaults(good | stand_ins)))

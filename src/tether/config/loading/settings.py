@@ -104,7 +104,7 @@ def read_settings(path: Path | None, overrides: Sequence[str | Override]) -> tup
     problems += asynchronous
     notes += translated
     if ENV_KEY not in settings and any(problem.fix == f"did you mean {ENV_KEY}?" for problem in problems):
-        # otherwise the config would be checked as a text run, which requires other keys
+        # Otherwise the config would be checked as a text run, which requires other keys.
         settings[ENV_KEY] = Setting(PLACEHOLDER, COMMAND_LINE, 0)
     return settings, list(dict.fromkeys([*problems, *_missing_problems(settings)])), notes
 
@@ -117,7 +117,7 @@ def _missing_problems(settings: Settings) -> list[Problem]:
         if key == ENV_KEY:
             fix = f"give it, for example {ENV_KEY}=CartPole-v1"
             problems.append(Problem(key, "missing: no simulator is named", fix))
-            # otherwise the config would be checked as a text run, which requires other keys
+            # Otherwise the config would be checked as a text run, which requires other keys.
             settings[key] = replace(setting, value=PLACEHOLDER)
         elif key in keys() and (embodied or not keys()[key].required) and key not in MISSING_ALLOWED:
             fix = f"give it; `tether config explain {key}` says what it takes"
@@ -133,8 +133,7 @@ def _may_be_shipped_by_verl(path: Path) -> bool:
 def _refused_in_translation(
     section: object, path: Path, overrides: Sequence[Override]
 ) -> tuple[list[Problem], list[Override]]:
-    """Return problems of unsupported settings in a translated file, unless an override deletes them, and the other
-    overrides."""
+    """Return problems of unsupported settings in a translated file that no override deletes, and other overrides."""
     refused = {f"{NOT_SUPPORTED}.{key}": str(why) for key, why in section.items()} if isinstance(section, dict) else {}
     deletions = [item for item in overrides if refused and item.delete and item.path in {NOT_SUPPORTED, *refused}]
     deleted = {item.path for item in deletions}
@@ -308,8 +307,7 @@ def _remove_overlapping(settings: Settings, path: str) -> None:
 
 
 def put(mapping: object, path: Sequence[str], value: object) -> dict[str, object]:
-    """Return a copy of a mapping with a value set at a path; as in Hydra, mappings are merged and other values
-    replaced.
+    """Return a mapping with a value set at a path; as in Hydra, mappings are merged and other values replaced.
 
     Raises:
         ConfigError: the path has an index that a list does not have.

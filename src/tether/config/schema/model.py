@@ -24,8 +24,7 @@ class LoraConfig(Section):
     """`model.lora`: how adapters are sent to servers."""
 
     merge: bool = False
-    """True: vLLM gets merged weights; False: base weights once, then adapters only. SGLang always gets merged
-    weights."""
+    """True: vLLM gets merged weights; False: base weights once, then adapters. SGLang always gets merged weights."""
 
 
 LORA = ActsIf(".lora_rank", off=(0,))

@@ -19,8 +19,7 @@ def live_keys() -> tuple[str, ...]:
 
 
 def why_idle(path: str, values: Mapping[str, object]) -> str | None:
-    """Return why a key has no effect in a run with these values; None if it has one, directly or through a key that
-    inherits from it."""
+    """Return why a key has no effect with these values; None if it acts, directly or through a key that inherits it."""
     reason = _why_unread(path, values) or _why_switched_off(path, values)
     return None if reason is None or _acts_elsewhere(path, values) else reason
 

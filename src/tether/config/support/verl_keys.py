@@ -64,7 +64,7 @@ def unread(path: str) -> Unread | None:
     for key in (".".join(names[:count]) for count in range(len(names), 0, -1)):
         if row := unread_keys().get(key):
             return row
-        # the section is read here, so an unknown name in it is a typo, even if a section above it has a row
+        # The section is read here, so an unknown name in it is a typo, even if a section above it has a row.
         if key in sections():
             return None
     return None

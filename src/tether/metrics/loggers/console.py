@@ -129,8 +129,7 @@ class _Pace:
         self.step = step
 
     def warming_up(self) -> bool:
-        """Return whether this process has only finished its first step, which includes compilation and filling
-        caches."""
+        """Return whether only the first step, which includes compilation and filling caches, is finished so far."""
         return len(self._finished) < 2
 
     def running(self) -> str:

@@ -74,8 +74,7 @@ def evaluation_score(metrics: Mapping[str, float]) -> float:
 
 
 def headline_values(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return label -> formatted number of the logged numbers; "val" is the mean over data sources, or the mean
-    return."""
+    """Return label -> formatted number of the logged ones; "val" is the mean over data sources, or the mean return."""
     shown = {}
     for headline in HEADLINES:
         if numbers := headline.shown(metrics):

@@ -111,8 +111,7 @@ def read_events(run_directory: Path) -> list[JsonObject]:
 
 
 class _Events(logging.Handler):
-    """Records starts and warnings of a run, including warnings logged by tether. A failure loses the event but does not
-    end the run."""
+    """Records a run's starts and warnings, including those that tether logs. A failure only loses the event."""
 
     def __init__(self, run: RunInfo) -> None:
         super().__init__(logging.WARNING)
@@ -194,7 +193,7 @@ class _Lines:
     def extend(self, step: int, additions: Mapping[str, float | None]) -> None:
         """Overwrite the ``}`` at the end of the last line, which must be of `step`, with ``, "key": value}``."""
         if self._path.exists() and not self._is_open_there():
-            # after the file was replaced, its last line may be of another step
+            # After the file was replaced, its last line may be of another step.
             self.append([{"step": step, **additions}])
         else:
             self._put(f", {json.dumps(additions)[1:]}\n".encode(), over=len("}\n"))

@@ -1,5 +1,4 @@
-"""MLflow. The tracking server is configured in mlflow itself; without one, a SQLite file in the run's folder is
-used."""
+"""MLflow. The tracking server is configured in mlflow itself; by default a SQLite file in the run's folder is used."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class SwanlabLogger:
                 log_dir=str(run.directory / "swanlab"),
                 id=id_file.read_text(),
                 resume="allow",
-                # its capture of the terminal garbles a live display
+                # Its capture of the terminal garbles a live display.
                 settings=swanlab.Settings(terminal={"proxy_type": "none"}),
             )
         except RuntimeError as error:

@@ -1,5 +1,4 @@
-"""trackio, which stores on this machine; other targets, such as a Space, are configured in trackio (TRACKIO_DIR,
-...)."""
+"""trackio, which stores on this machine; other targets, such as a Space, are configured in trackio itself."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from tether.metrics.loggers.protocol import RunInfo, Sample
 
 
 class TrackioLogger:
-    """Logs to a trackio run. A resumed run continues the last run with its name, and logs repeated steps again with
-    equal values."""
+    """Logs to a trackio run. A resumed run continues the last one of its name; repeated steps have equal values."""
 
     def __init__(self, run: RunInfo) -> None:
         self._run = trackio.init(

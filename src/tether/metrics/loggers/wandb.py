@@ -1,5 +1,4 @@
-"""Weights & Biases. Whether it is online is configured in wandb itself (`wandb offline`, or its environment
-variable)."""
+"""Weights & Biases. Whether it is online is configured in wandb itself (`wandb offline`, or the environment)."""
 
 from __future__ import annotations
 
