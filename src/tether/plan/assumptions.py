@@ -47,7 +47,7 @@ NOTHING_GIVEN = Assumptions()
 
 
 def lengths_of(config: RunConfig, assumptions: Assumptions) -> Lengths:
-    """Return the lengths of a run; by default the mean is half of the limit, and the tail is at the limit.
+    """Return the lengths of a run; by default means are half of the limits, and the tail is at the limit.
 
     For fine-tuning, the response of a conversation begins with its first learned token, by default its first token.
 

@@ -225,7 +225,7 @@ class Planner:
     Args:
         config: a checked configuration.
         device: the type of device.
-        given: assumptions that are not in the configuration.
+        assumptions: values that the configuration does not contain, such as response lengths.
         corrections: phase -> measured / planned seconds of earlier runs on this device.
         host_memory: GiB of the host memory of a machine; None if unknown.
     """

@@ -2,11 +2,11 @@
 
 `events.jsonl` has the starts of the run, each with its configuration, and the warnings.
 
-`tether plot` and other tools read these files. `log` returns when the complete line is in the file, and synced to disk
-at most once per second. A step has one line: metrics that are logged later, such as the duration of its checkpoint, are
-added to that line. A run that resumes from step N first drops the lines after N, so that no step occurs twice, and
-appends dropped metrics to `discarded.jsonl`; a fresh run moves older files aside. Files of metrics or samples that are
-deleted during the run are written again completely.
+`tether plot` and other tools read these files. `log` returns when the complete line is in the file; lines are synced to
+disk at most once per second. A step has one line: metrics that are logged later, such as the duration of its
+checkpoint, are added to that line. A run that resumes from step N first drops the lines after N, so that no step occurs
+twice, and appends dropped metrics to `discarded.jsonl`; a fresh run moves older files aside. Files of metrics or
+samples that are deleted during the run are written again completely.
 """
 
 from __future__ import annotations
