@@ -5,8 +5,8 @@
     run = tether.train("run.yaml", {"trainer.total_training_steps": 60})
     policy = tether.load(run.folder)
 
-Importing this package loads nothing heavy: what these need is imported when they are first asked for. It sets how
-PyTorch's threads wait, so import it before torch.
+Importing this package is cheap: heavy dependencies are imported on first use. It configures how PyTorch's threads wait,
+so import it before torch.
 """
 
 from __future__ import annotations

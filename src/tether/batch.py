@@ -77,7 +77,7 @@ def on_device(record: Record, device: torch.device) -> Record:
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """The weights of an engine after its last update, for the sampler."""
+    """The weights of an engine after its last update, as passed to the sampler."""
 
     version: int
     """Number of updates so far; rows sampled with these weights carry it as `policy_version`."""
@@ -101,7 +101,7 @@ class WeightUpdate:
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
-        """Load these weights into a model; tensors that share their memory with it are not copied."""
+        """Load these weights into a model; tensors that already share memory with the model's are not copied."""
         mine = model.state_dict(keep_vars=True)
         for name, theirs in self.tensors:
             if mine[name].data_ptr() != theirs.data_ptr():
@@ -116,7 +116,7 @@ INFERRED = {"log_probs": "old_log_probs"} | {
 
 def _update_from(batch: TrainBatch | EnvBatch, outputs: object) -> None:
     for name, field_name in INFERRED.items():
-        value = getattr(outputs, name, None)  # every tensordict has a method `values`
+        value = getattr(outputs, name, None)  # every tensordict has a method `values`, which is not a field
         if isinstance(value, Tensor | TensorDict):
             setattr(batch, field_name, value)
 
@@ -128,19 +128,20 @@ def filled(field: Tensor | None) -> Tensor:
 
 
 def on_last_token(per_row: Float[Tensor, " B"], response_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Return [B, T] with the number of each row at its last sampled token, and 0 elsewhere."""
+    """Return [B, T] with each row's number at its last sampled token and 0 elsewhere."""
     position = torch.arange(response_mask.shape[1], device=response_mask.device)
     last = torch.where(response_mask, position, -1).amax(dim=-1, keepdim=True)
     return torch.where(position == last, per_row[:, None], 0.0)
 
 
 class KeptTokens(TensorClass["nocast"]):  # type: ignore[type-arg]
-    """The tokens that top-k and top-p kept at each position; `tether.text.models.truncation_record` writes and
-    reads it.
+    """The candidate tokens left by top-k and top-p, packed (written and read by
+    `tether.text.models.truncation_record`).
 
-    The positions of a row follow each other in its `words`, each with the ids of its tokens in ascending order, or with
-    a bit mask of the vocabulary where that is shorter: token v is bit v % 32 of word v // 32. A position thus takes ``4
-    + min(4 * count, V / 8)`` bytes. A row of two positions, with a vocabulary of 64 and so masks of two words::
+    The positions of a row are concatenated in its `words`. A position stores its token ids in ascending order, or a bit
+    mask of the vocabulary where that is shorter (token v is bit v % 32 of word v // 32), so that it takes
+    ``4 + min(4 * count, V / 8)`` bytes. A row of two positions, with a vocabulary of 64 and therefore masks of two
+    words::
 
         kept {5, 9}, then {0, 1, 33}     count [2, 3]     words [5, 9, 0b11, 0b10]
     """
@@ -148,14 +149,14 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[type-arg]
     count: Int[Tensor, "B T"]
     """Number of kept tokens; 0 where nothing was sampled."""
     words: list[Int[Tensor, " W"]]
-    """B tensors of int32, each as long as its row needs, so that one degenerate row does not widen all the others."""
+    """B tensors of int32 of different lengths, so that one row with many candidates does not widen all others."""
 
 
 class RolloutBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
-    """Responses as a rollout engine sampled them, in host memory."""
+    """Responses and their sampling data from a rollout engine, in host memory."""
 
     uid: Int[Tensor, " B"]
-    """Prompt group: rows share it only if they have the same prompt, which a micro-batch then stores once."""
+    """Prompt group: rows with the same uid must have the same prompt, which a micro-batch then stores once."""
     prompt_ids: Int[Tensor, "B P"]
     prompt_length: Int[Tensor, " B"]
     response_ids: Int[Tensor, "B T"]
@@ -172,13 +173,13 @@ class RolloutBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
     token_versions: Int[Tensor, "B T"] | None = None
     """The policy version of each token; None: no weights changed while the batch was sampled."""
     kept: KeptTokens | None = None
-    """Tokens that top-k and top-p kept; None if they kept all. Log-probabilities and entropies are of the distribution
-    over these tokens."""
+    """Candidate tokens left by top-k and top-p; None if neither removed any. Log-probabilities and entropies are
+    computed over these candidates."""
     turn_scores: Float[Tensor, "B T"] | None = None
-    """Scores of the turns, each on the last token of its turn; None: the full score is on the last token."""
+    """Scores of the turns, each on its turn's last token; None: the only score is on the last token of the response."""
     routed_experts: Int[Tensor, "B W L k"] | None = None
-    """The experts of each token of prompt and response, consecutively from the row's first token, in each decoder
-    layer; W = P + T, int16. -1 where unknown, as beyond a row's end and in layers without experts. None: the routers
+    """The experts that routed each token of prompt and response, from the row's first token on, in each decoder layer;
+    W = P + T, int16. -1 where unknown, as beyond a row's end and in layers without experts. None: the routers
     choose during training."""
 
 
@@ -199,13 +200,13 @@ class TrainBatch(RolloutBatch):
     teacher: Int[Tensor, " B"] | None = None
     """Index of the teacher that computes the `ref_log_probs` of the row; None: all rows have the same reference."""
     full_kl: Float[Tensor, "B T"] | None = None
-    """KL from the reference at each token, over the whole vocabulary, where the reward is lowered by it."""
+    """KL from the reference at each token over the whole vocabulary, where the KL penalty on the reward uses it."""
     values: Float[Tensor, "B T"] | None = None  # type: ignore[assignment]
     """The critic's estimate before each response token."""
     token_level_rewards: Float[Tensor, "B T"] | None = None
     """Scores after reward shaping and the KL penalty."""
     sum_pi_squared: Float[Tensor, "B T"] | None = None
-    """Probability that two samples from the policy agree, for the optimal token baselines."""
+    """Sum of squared token probabilities, the chance that two samples agree; used by the optimal token baselines."""
     bootstrap_values: Float[Tensor, " B"] | None = None
     """The critic's estimate after the last token of a truncated response; 0 where the response ended by itself."""
     reward_baselines: Float[Tensor, " B"] | None = None
@@ -217,10 +218,10 @@ class TrainBatch(RolloutBatch):
     rollout_is_weights: Float[Tensor, "B T"] | None = None
     """Importance weights against the sampler, which multiply the policy loss of each token; None: all 1."""
     episode: Int[Tensor, " B"] | None = None
-    """Index of the row that stands for the episode of each row: its own, or for a further branch of an episode that of
-    its main branch. The rows that stand for episodes come first. None: every row is an episode of its own."""
+    """Index of the row that represents the row's episode: the row itself, or the main branch if the episode has
+    several. Representative rows come first. None: every row is an episode of its own."""
     selected: Bool[Tensor, "B T"] | None = None
-    """Tokens with a different policy loss, selected among all tokens of a mini-batch (clip_cov, kl_cov, m2po)."""
+    """Tokens that get a different policy loss, selected across a mini-batch (clip_cov, kl_cov, m2po)."""
 
     @classmethod
     def assemble(cls, rollout: RolloutBatch, scores: Float[Tensor, " B"]) -> TrainBatch:
@@ -230,8 +231,8 @@ class TrainBatch(RolloutBatch):
             rollout: the sampled responses.
             scores: [B] one score per response; NaN where the reward abstained or failed.
 
-        The score is placed on the last sampled token, or the scores of the turns at their ends. Rows without a score
-        get a ``response_mask`` of False, so that no statistic and no loss includes them.
+        The score is placed on the last sampled token, or each turn's score on the turn's last token. Rows without a
+        score get a ``response_mask`` of False, so that no statistic and no loss includes them.
         """
         _check_groups(rollout)
         scored = ~torch.isnan(scores) & rollout.response_mask.any(dim=-1)
@@ -252,11 +253,11 @@ class TrainBatch(RolloutBatch):
         _update_from(self, outputs)
 
     def episodes(self) -> TrainBatch:
-        """Return the rows that stand for episodes, which statistics of scores count."""
+        """Return one row per episode, its representative, over which statistics of scores are computed."""
         return self if self.episode is None else self[: int(self.episode.max()) + 1]
 
     def of_episodes(self, episodes: Int[Tensor, " E"]) -> TrainBatch:
-        """Return all rows of these episodes, which may repeat."""
+        """Return all rows of the given episodes; an episode may be listed several times."""
         if self.episode is None:
             return self[episodes]
         members = [(self.episode == episode).nonzero()[:, 0] for episode in episodes]
@@ -265,8 +266,8 @@ class TrainBatch(RolloutBatch):
         return rows
 
     def leave_out(self, rows: Bool[Tensor, " B"]) -> None:
-        """Exclude these rows from all statistics and losses, as rows without a score, and with a row that stands for an
-        episode its further branches."""
+        """Exclude these rows from all statistics and losses, like rows without a score. If a row represents an episode,
+        all branches of that episode are excluded."""
         rows = rows if self.episode is None else rows | rows[self.episode]
         self.scored = self.scored & ~rows
         self.response_mask = self.response_mask & ~rows[:, None]
@@ -298,9 +299,9 @@ class EnvBatch:
     """
 
     obs: TensorDict
-    """[M, C + 1, ...]: before each decision, and after the last step."""
+    """[M, C + 1, ...]: observations before each decision and after the last step."""
     actions: Tensor
-    """[M, C, K * width]: the actions of a chunk, concatenated."""
+    """[M, C, K * width]: the actions of each chunk, concatenated."""
     token_level_scores: Tensor
     """[M, T]: rewards of the environment, before shaping."""
     terminated: Tensor
@@ -308,20 +309,19 @@ class EnvBatch:
     truncated: Tensor
     """[M, T]"""
     valid: Tensor
-    """[M, T]: False where no action was carried out."""
+    """[M, T]: False where no action was executed."""
     starts: Tensor
-    """[M, C + 1]: whether an episode starts at a decision; if that decision is not carried out, the next one starts it
-    too."""
+    """[M, C + 1]: whether an episode starts at a decision; if it is not executed, the next one is marked too."""
     state: Tensor
     """[M, S]: recurrent state of the policy before the first decision."""
     final_obs: TensorDict
-    """[F, ...]: last observations of the episodes whose end is bootstrapped."""
+    """[F, ...]: last observations of the episodes whose final value is bootstrapped."""
     final_at: tuple[Tensor, Tensor]
     """[F], [F]: row and step of each of `final_obs`."""
     episodes: tuple[Episode, ...]
-    """Episodes that ended, in order of their ends."""
+    """Episodes that ended during the rollout, in order of their ends."""
     policy_version: int = 0
-    """Number of updates of the policy when it acted."""
+    """Number of updates of the policy when it acted in this rollout."""
     response_mask: Tensor | None = None
     """[M, T]: steps to learn from."""
     seen: Tensor | TensorDict | None = None
@@ -341,10 +341,10 @@ class EnvBatch:
     returns: Tensor | None = None
     """[M, R]"""
     success: Tensor | None = None
-    """[M, T]: whether the task was solved in a step; in the first step of a row, or earlier in its episode. None if the
+    """[M, T]: whether the task has been solved at this step or at an earlier one of the row or the episode. None if the
     environments do not report it."""
     seeds: Tensor | None = None
-    """[M, C]: seed with which the episode of a decision was reset; -1: with none, or it is not known. None if the
+    """[M, C]: seed with which the episode of each decision was reset; -1: no seed or an unknown one. None if the
     environments are reset together."""
 
     @property
@@ -360,8 +360,7 @@ class EnvBatch:
         return replace(self, **columns)
 
     def select_rows(self, rows: range) -> tuple[EnvBatch, Tensor]:
-        """Return a copy of some rows of a rollout, without its episodes, and the indices of their `final_obs` among
-        all.
+        """Return a copy of some rows of a rollout, without its episodes, and the indices of their `final_obs`.
 
         Only fields that a rollout sets are copied.
         """
@@ -375,12 +374,12 @@ class EnvBatch:
 
     @property
     def decided(self) -> Tensor:
-        """[M, C]: decisions whose first action was carried out."""
+        """[M, C]: decisions whose first action was executed."""
         return self.valid[:, :: self.chunk]
 
     @property
     def carried_out(self) -> tuple[Tensor, Tensor]:
-        """[S], [S]: row and index of the `decided`, in order of time."""
+        """[S], [S]: row and decision index of each of the `decided`, in order of time."""
         decision, row = self.decided.T.nonzero(as_tuple=True)
         return row, decision
 
@@ -389,7 +388,7 @@ class EnvBatch:
 
 
 def _check_groups(rollout: RolloutBatch) -> None:
-    """Check that rows of one `uid` have one prompt: training computes it once for all of them."""
+    """Check that rows with the same `uid` have the same prompt, because training computes the prompt once per `uid`."""
     _, group = torch.unique(rollout.uid, return_inverse=True)
     rows = torch.arange(len(group))
     first = torch.full_like(rows, len(group)).scatter_reduce(0, group, rows, "amin")[group]

@@ -1,7 +1,7 @@
-"""Random numbers that are addressed, not drawn in order.
+"""Random numbers that are computed from an address instead of drawn from a generator.
 
-Every draw is a hash of (seed, step, purpose, index). There is no generator state, so earlier draws do not affect later
-ones, a token gets the same number in any batch, slot or process, and nothing has to be saved to resume.
+Every number is a hash of (seed, step, purpose, index). There is no generator state, so earlier draws do not affect
+later ones, a token gets the same number in any batch, slot or process, and nothing has to be saved to resume.
 
 The hash is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)
 applied once for each element of the address. int64 arithmetic wraps around, which is the arithmetic modulo 2**64 that
@@ -24,7 +24,7 @@ Words = TypeVar("Words", int, "Tensor", NDArray[np.int64])
 
 
 def _signed(word: int) -> int:
-    """Return the int64 with the bits of an unsigned 64-bit word."""
+    """Convert an unsigned 64-bit word to the int64 with the same bits."""
     word %= 1 << 64
     return word - (1 << 64) if word >> 63 else word
 
@@ -56,10 +56,10 @@ def generator(seed: int, step: int, purpose: str, *index: int) -> torch.Generato
     Args:
         seed: seed of the run; any integer, reduced modulo 2**64.
         step: training step, epoch, or another counter of draws of this purpose.
-        purpose: a name for what is drawn; different names give different numbers.
+        purpose: name of the use; different names give different numbers.
         index: further indices of the draw, such as that of a mini-batch.
     """
-    import torch  # processes of environments have seeds too, and do without torch
+    import torch  # imported here, because environment processes use `seed_of` and do not load torch
 
     return torch.Generator().manual_seed(_addressed(seed, step, purpose, *index))
 
@@ -83,7 +83,7 @@ def held_out_rows(count: int, share: float, seed: int) -> list[int]:
 
 
 def _addressed(seed: int, step: int, purpose: str, *index: int) -> int:
-    """Return the hash of an address with a purpose, whose 64 bits cannot be the index of a sample.
+    """Return the hash of an address that includes a purpose, in 64 bits that no sample index can produce.
 
     It uses Python's integers, which are faster for a single word and agree in the low 64 bits.
     """
@@ -95,7 +95,7 @@ def _addressed(seed: int, step: int, purpose: str, *index: int) -> int:
 
 
 def _hash(word: Words, element: int | Words) -> Words:
-    """Return the hash of an address so far and of its next element."""
+    """Extend the hash of an address by its next element."""
     return _mix((word ^ (_signed(element) if isinstance(element, int) else element)) + _GAMMA)
 
 
@@ -106,5 +106,5 @@ def _mix(word: Words) -> Words:
 
 
 def _shift_right(word: Words, bits: int) -> Words:
-    """Shift in zeros; int64's own shift would copy the sign."""
+    """Shift right and fill with zeros; int64's own shift would copy the sign bit."""
     return (word >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,6 +1,6 @@
-"""Requirements of algorithms on the rest of a run: read by `tether.algorithms` and by the rules of the configuration.
+"""Requirements that algorithms place on the rest of a run, read by `tether.algorithms` and by the configuration rules.
 
-It stands below both, because the configuration loads no torch.
+It is a module below both, because the configuration does not load torch.
 """
 
 from collections.abc import Mapping
@@ -10,4 +10,4 @@ REQUIRED_AGGREGATION: Mapping[str, str] = {
     "sapo": "seq-mean-token-mean",
     "geo_mean": "seq-mean-token-mean",
 }
-"""Policy losses that are defined for one aggregation only."""
+"""Policy losses that are only defined for one aggregation, with that aggregation."""

@@ -1,7 +1,7 @@
-"""Observations as named fields, each in its own type: numbers, choices, images of bytes, texts.
+"""Observations as named fields, each with its own type: numbers, choices, byte images, texts.
 
-They keep these types from the simulator to the policy, and in recorded episodes; a consumer of one flat row flattens
-them itself.
+The fields keep these types from the simulator to the policy and in recorded episodes; a consumer that needs one flat
+row flattens them itself.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 Array: TypeAlias = NDArray[Any]
 """An array whose dtype is only known at run time."""
 Observation: TypeAlias = dict[str, Array]
-"""Field name -> [N, *shape]: observations of N environments, or of one in N steps."""
+"""Field name -> [N, *shape]: observations of N environments, or of one environment in N steps."""
 TASK = "task"
 """Name of the text field, the task description."""
 ACTION_MASK = "action_mask"
-"""Name of the field, and of the entry of an environment's infos, that marks the allowed choices."""
+"""Name of the field that marks the allowed choices, and of its entry in an environment's infos."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,21 @@ class ObsPart:
     kind: Literal["vector", "image", "text", "mask"]
     shape: tuple[int, ...]
     """(n,) numbers; (height, width, channels) of an image; (max length,) bytes of a text in UTF-8, padded with zeros;
-    (n,) alternatives of all choices of an action, concatenated: 1 where it is allowed."""
+    (n,) alternatives of all choices of an action, concatenated: 1 where an alternative is allowed."""
     dtype: str = "float32"
     """Name of the dtype in NumPy."""
     choices: tuple[int, ...] = ()
-    """Number of alternatives of each number, which counts them from 0; empty: the numbers are quantities."""
+    """Number of alternatives of each choice, whose values count from 0; empty: the numbers are quantities."""
 
     @property
     def width(self) -> int:
-        """Width of a flat row: one entry for each alternative, number, channel of a pixel or byte; none for a mask."""
+        """Width in a flat row: one entry for each alternative, number, pixel channel or byte; 0 for a mask."""
         if self.kind == "mask":
             return 0
         return sum(self.choices) or math.prod(self.shape)
 
     def zeros(self, *rows: int) -> Array:
-        """Return an empty observation, [*rows, *shape]."""
+        """Return an observation of zeros, [*rows, *shape]."""
         return np.zeros((*rows, *self.shape), dtype=self.dtype)
 
 
@@ -61,7 +61,7 @@ def row_width(layout: ObsLayout) -> int:
 
 
 def describe(layout: ObsLayout) -> str:
-    """Describe the fields in words: ``state (4,), image (7, 7, 3)``."""
+    """Describe the fields as text: ``state (4,), image (7, 7, 3)``."""
     return ", ".join(f"{field.name} {field.shape}" for field in layout)
 
 
@@ -71,7 +71,7 @@ def copied(obs: Observation) -> Observation:
 
 
 def shapes(obs: Observation) -> dict[str, tuple[int, ...]]:
-    """Return field name -> shape without the rows."""
+    """Return the shape of each field without the row dimension."""
     return {name: array.shape[1:] for name, array in obs.items()}
 
 
@@ -93,7 +93,7 @@ def decode_text(codes: Array) -> str:
 
 
 def recorded(layout: ObsLayout, obs: Mapping[str, Array]) -> Observation:
-    """Return an observation [T, ...] as episodes store it, with texts as strings."""
+    """Return an observation [T, ...] in the form in which episodes store it, with texts as strings."""
     return {
         field.name: np.array(list(map(decode_text, obs[field.name]))) if field.kind == "text" else obs[field.name]
         for field in layout
@@ -101,7 +101,7 @@ def recorded(layout: ObsLayout, obs: Mapping[str, Array]) -> Observation:
 
 
 def played(layout: ObsLayout, recording: Mapping[str, Array]) -> Observation:
-    """Return recorded fields [T, ...] as the environment shows them: the inverse of `recorded`.
+    """Return recorded fields [T, ...] in the environment's own form: the inverse of `recorded`.
 
     Raises:
         ValueError: a field is missing, or has another shape or type.

@@ -1,4 +1,4 @@
-"""Types of content that only its writer and its reader know; other code passes it on unchanged."""
+"""Types of content that only its writer and its reader interpret; other code passes it on unchanged."""
 
 from __future__ import annotations
 

@@ -108,5 +108,5 @@ __all__ = [
     "veto_mask",
 ]
 
-# Arguments are checked once, where a caller enters this package; the registries check their own functions.
+# Arguments are checked once, where a caller enters this package; functions of the registries check their own.
 globals().update({name: checked(globals()[name]) for name in __all__ if inspect.isfunction(globals()[name])})

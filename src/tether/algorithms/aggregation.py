@@ -1,4 +1,4 @@
-"""Aggregation of token losses to one number that does not depend on how the batch is split into micro-batches.
+"""Aggregation of token losses into one number that does not depend on the split into micro-batches.
 
 A policy loss returns one number for each token, and metrics that add up exactly over micro-batches and ranks
 (`TokenLoss`).
@@ -19,7 +19,7 @@ from tether.algorithms.registry import NonNegative, Positive
 from tether.algorithms.shapes import Mask, Scalar, Tokens
 
 MAX_LOG_RATIO = 20.0
-"""Its exp() is finite in float32; policies further apart have no meaningful ratio."""
+"""Bound of log ratios, whose exp() is finite in float32; policies further apart have no meaningful ratio."""
 
 
 def bounded_log_ratio(log_probs: Tokens, old_log_probs: Tokens, response_mask: Mask) -> Tokens:
@@ -30,7 +30,7 @@ def bounded_log_ratio(log_probs: Tokens, old_log_probs: Tokens, response_mask: M
 
 @dataclass(frozen=True)
 class Mean:
-    """A sum and a count: ``a + b`` is the mean over the values of both. Over ranks, sum both fields."""
+    """A sum and a count; ``a + b`` combines both. To reduce over ranks, sum both fields."""
 
     total: Scalar
     count: Scalar
@@ -52,7 +52,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Max:
-    """A maximum: ``a + b`` is the larger one. Over ranks, reduce with max. The maximum of nothing is -inf."""
+    """A maximum; ``a + b`` is the larger one. To reduce over ranks, use max. The maximum of no values is -inf."""
 
     value: Scalar
 
@@ -71,7 +71,7 @@ class Max:
 
 @dataclass(frozen=True)
 class Min:
-    """A minimum: ``a + b`` is the smaller one. Over ranks, reduce with min. The minimum of nothing is inf."""
+    """A minimum; ``a + b`` is the smaller one. To reduce over ranks, use min. The minimum of no values is inf."""
 
     value: Scalar
 
@@ -93,11 +93,11 @@ Metric = Mean | Max | Min
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of each token, 0 outside the mask and not aggregated, with metrics."""
+    """The loss of each token, 0 outside the mask and not yet aggregated, with metrics."""
 
     loss: Tokens
     metrics: dict[str, Metric]
-    """Metrics by verl's names; ``float(metric)`` is the number to log."""
+    """Metrics by verl's names; ``float(metric)`` is the value to log."""
 
 
 def _same_shape(name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ def _same_shape(name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
 
 
 def merge_metrics(pieces: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge the metrics of micro-batches to those of the mini-batch."""
+    """Merge the metrics of micro-batches into those of the mini-batch."""
     merged: dict[str, Metric] = {}
     for metrics in pieces:
         for name, metric in metrics.items():
@@ -115,7 +115,7 @@ def merge_metrics(pieces: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def ratio_metrics(log_ratio: Tokens, response_mask: Mask) -> dict[str, Metric]:
-    """Return metrics of the ratio before any clipping: mean, extremes, and its estimate of the KL to the old policy."""
+    """Return metrics of the ratio before clipping: mean, extremes, and its estimates of the KL from the old policy."""
     ratio = log_ratio.detach().exp()
     return {
         "actor/ppo_kl": Mean.of(-log_ratio, response_mask),
@@ -151,18 +151,18 @@ def aggregate_loss(
     num_sequences: Count,
     max_length: Positive | Shaped[Tensor, ""] | None = None,
 ) -> Scalar:
-    """Return what a micro-batch contributes to the loss of its mini-batch.
+    """Return a micro-batch's contribution to the loss of its mini-batch.
 
     Assumes: ``token-mean`` gives every token the same weight, so long rows count more; ``seq-mean-token-mean`` gives
         every row the same weight, so tokens of long rows count less.
-    Use it: ``token-mean`` by default (DAPO); ``seq-mean-token-mean`` for losses of entire rows (as in GRPO); the sums
-        where length should not be normalised away (Dr. GRPO, arXiv 2503.20783).
-    Watch: `response_length/mean`: growth without a better score can come from the weight of long rows.
-        `actor/grad_norm`: sums have larger gradients.
+    Use it: ``token-mean`` by default (DAPO); ``seq-mean-token-mean`` for losses per row (as in GRPO); the modes with a
+        token sum where length should not be normalised away (Dr. GRPO, arXiv 2503.20783).
+    Watch: `response_length/mean`: growth without a better score can result from the weight of long rows.
+        `actor/grad_norm`: modes with a token sum have larger gradients.
     Keys: `actor_rollout_ref.actor.loss_agg_mode`, `actor_rollout_ref.actor.loss_scale_factor`, `critic.loss_agg_mode`.
 
     Args:
-        loss: the loss of each token of the micro-batch, which may also be the shard of a rank or the full mini-batch.
+        loss: the loss of each token of the micro-batch; a rank's shard or the full mini-batch work too.
         response_mask: the valid tokens of the micro-batch.
         mode: one of `AGGREGATIONS`.
         num_tokens: tokens in the full mini-batch, over all micro-batches and ranks (`count_valid`).
@@ -178,12 +178,12 @@ def aggregate_loss(
     - ``token-sum-norm``: L = sum_i s_i / max_length, so its gradient grows with the mini-batch. verl computed this as
       ``seq-mean-token-sum-norm`` until February 2026.
 
-    The denominators have no default on purpose: with those of one micro-batch, the gradient would depend on its size.
-    A mini-batch without a token has loss 0. Under data parallelism sum the contributions; where gradients are averaged
-    over ranks, multiply by the number of ranks.
+    The denominators have no default on purpose: if they were counted in one micro-batch, the gradient would depend on
+    the split. A mini-batch without a token has loss 0. With data parallelism, sum the contributions over ranks; if
+    gradients are averaged over ranks, multiply by the number of ranks.
 
     Raises:
-        ValueError: an unknown mode, or one that ends in ``-norm`` without max_length.
+        ValueError: the mode is unknown, or ends in ``-norm`` and max_length is None.
     """
     row_tokens = response_mask.bool().sum(dim=-1)
     row_divisor, total_divisor = loss_divisors(
@@ -200,19 +200,19 @@ def loss_divisors(
     num_sequences: Count,
     max_length: Positive | Shaped[Tensor, ""] | None,
 ) -> tuple[Shaped[Tensor, "..."] | float, Positive | Shaped[Tensor, ""]]:
-    """Return the divisor of a row's sum of losses and that of the sum over rows, as defined by `aggregate_loss`.
+    """Return the divisors of each row's sum and of the sum over rows, as defined by `aggregate_loss`.
 
-    The weight of a token in the loss is 1 over the product of the two.
+    A token's weight in the loss is 1 / (product of both divisors).
 
     Args:
         mode: one of `AGGREGATIONS`.
-        row_tokens: tokens n_i of each row; one number if all rows have the same number.
+        row_tokens: tokens n_i of each row; one number if it is the same for all rows.
         num_tokens: tokens in the full mini-batch.
         num_sequences: rows of the full mini-batch with at least one token.
         max_length: the divisor of the modes whose names end in ``-norm``.
 
     Raises:
-        ValueError: an unknown mode, or one that ends in ``-norm`` without max_length.
+        ValueError: the mode is unknown, or ends in ``-norm`` and max_length is None.
     """
     match mode:
         case "token-mean":
@@ -236,9 +236,9 @@ def masked_mean_ratio(
     max_episode_length: Positive | Shaped[Tensor, ""],
     num_elements: Count,
 ) -> Scalar:
-    """Return what a micro-batch contributes to RLinf's episode-weighted mean: all episodes have the same weight.
+    """Return a micro-batch's contribution to RLinf's episode-weighted mean, in which all episodes have the same weight.
 
-    Assumes: an episode is one unit of experience, however long it took.
+    Assumes: an episode is one unit of experience, whatever its length.
     Use it: for embodied tasks without automatic reset, where success ends an episode early.
     Watch: `actor/grad_norm`: episodes much shorter than L have weights far above 1.
     Keys: `actor_rollout_ref.actor.loss_agg_mode=masked_mean_ratio`, `actor_rollout_ref.actor.loss_scale_factor`.
@@ -247,7 +247,7 @@ def masked_mean_ratio(
         loss: the loss of each step of the micro-batch.
         response_mask: the live steps of the micro-batch.
         episode_length: live steps n of the episode that each element belongs to, broadcast over T.
-        max_episode_length: the length L that an episode of full weight has.
+        max_episode_length: the length L at which an episode's steps have weight 1.
         num_elements: number of elements of ``loss`` in the full mini-batch, including masked ones.
 
     The contributions add up to 1 / num_elements times the sum of w * loss over live steps, with w = L / n.
@@ -262,7 +262,7 @@ def episode_weights(
     """Return the weight L / n of the steps of each episode, as used by `masked_mean_ratio`.
 
     Args:
-        episode_length: live steps n; an episode without one has the weight of an episode with one step, and no loss.
+        episode_length: live steps n; an episode without one gets the weight of one with a single step, and has no loss.
         max_episode_length: the length L of an episode of weight 1.
     """
     return max_episode_length / episode_length.clamp(min=1)

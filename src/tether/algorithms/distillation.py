@@ -1,18 +1,18 @@
 """On-policy distillation: the policy learns to follow a teacher, a frozen model, on responses that it sampled itself.
 
-A token's KL is one of `kl`, with the teacher as the reference, or `forward_kl_topk`. There are two ways to lower it:
+A token's KL is computed by an estimator of `kl` with the teacher as the reference, or by `forward_kl_topk`. There are
+two ways to minimise it:
 
-- Its own gradient, as of a supervised loss (GKD, Agarwal et al. 2023, arXiv 2306.13649). ``k2``, each kind with ``+``
+- Its own gradient, as in a supervised loss (GKD, Agarwal et al. 2023, arXiv 2306.13649). ``k2``, each kind with ``+``
   and ``full`` follow the gradient of KL(policy, teacher), ``k3`` and ``forward_kl_topk`` that of KL(teacher, policy).
-- A policy gradient in which minus the KL of a token is its advantage (MiniLLM, Gu et al. 2023, arXiv 2306.08543, but
+- A policy gradient whose advantage at each token is the negative KL (MiniLLM, Gu et al. 2023, arXiv 2306.08543, but
   without the tokens after it). ``k1`` follows the gradient of KL(policy, teacher) at each token.
 
-Either is the whole loss, or is added to the policy loss of the rewards.
+Either one is the entire loss, or is added to the policy loss of the rewards.
 
 Watch: `distillation/kl`, which falls; `actor/entropy`, which approaches that of the teacher.
-Keys: `distillation.enabled`, `distillation.teacher_models`,
-    `distillation.distillation_loss.loss_mode`, `distillation.distillation_loss.use_task_rewards`,
-    `distillation.distillation_loss.distillation_loss_coef`.
+Keys: `distillation.enabled`, `distillation.teacher_models`, `distillation.distillation_loss.loss_mode`,
+    `distillation.distillation_loss.use_task_rewards`, `distillation.distillation_loss.distillation_loss_coef`.
 """
 
 from tether.algorithms.aggregation import Mean, Metric, TokenLoss
@@ -34,14 +34,14 @@ def distillation_loss(
     clip_ratio_high: NonNegative = 0.2,
     rollout_is_weights: Tokens | None = None,
 ) -> TokenLoss:
-    """Return the loss of each token from its KL, clamped to +-loss_max_clamp; as verl computes it.
+    """Return the loss of each token, computed as in verl from its KL clamped to +-loss_max_clamp.
 
-    It is the KL, or with use_policy_gradient the `vanilla` policy loss with -KL as a constant advantage, which alone
-    reads log_probs, old_log_probs and rollout_is_weights.
+    The loss is the KL itself or, with use_policy_gradient, the `vanilla` policy loss with -KL as a constant advantage;
+    log_probs, old_log_probs and rollout_is_weights are only read in the second case.
 
-    Assumes: the responses are samples of the policy.
-    Use it: where a larger model with the same tokenizer already does what the policy should learn: each token says more
-        than a reward at the end of the response.
+    Assumes: the responses were sampled by the policy.
+    Use it: where a larger model with the same tokenizer already solves the task: a signal at every token is richer than
+        one reward at the end of the response.
     Watch: `distillation/kl`, `distillation/loss`, `distillation/pg_clipfrac`.
     Keys: `distillation.distillation_loss.loss_max_clamp`, `distillation.distillation_loss.use_policy_gradient`,
         `distillation.distillation_loss.clip_ratio`, `distillation.distillation_loss.clip_ratio_low`,

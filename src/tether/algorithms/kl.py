@@ -1,8 +1,8 @@
 """KL of the policy from the reference: per-token estimators from log-probs, and the KL penalty in the reward.
 
-With l and q the log-probabilities that policy and reference give a token sampled from the policy, d = l - q. In
-expectation over samples from the policy, as a *value* and as the *gradient* of a loss term (Schulman, "Approximating KL
-divergence", 2020):
+Let d = l - q, where l and q are the log-probabilities of a token, sampled from the policy, under policy and reference.
+In expectation over samples from the policy, as a *value* and as the *gradient* of a loss term (Schulman, "Approximating
+KL divergence", 2020):
 
 | kind | formula | expected value | expected gradient |
 |---|---|---|---|
@@ -10,23 +10,23 @@ divergence", 2020):
 | ``abs`` | abs(d) | E abs(d) | that of the total variation distance, times 2 |
 | ``k2``, ``mse`` | d^2 / 2 | E d^2 / 2 | KL(policy, ref) |
 | ``k3``, ``low_var_kl`` | exp(-d) - 1 + d | KL(policy, ref) | KL(ref, policy) |
-| each with ``+`` | as without | as without | KL(policy, ref), taken from k2 |
+| each with ``+`` | same as without | same as without | KL(policy, ref), from k2 |
 | ``full`` | from logits | exact, each token | KL(policy, ref) |
 
-k3 clamps d to +-20 and itself to 10, as verl does: beyond, its gradient is 0.
+k3 clamps d to +-20 and its value to 10, as verl does; beyond these bounds its gradient is 0.
 
-In the reward, ``full`` at a token is the same whichever token was sampled there, so it reaches the policy through the
-returns of the tokens before: it holds the policy away from contexts in which it differs from the reference. With p the
-policy and KL_t its exact KL from the reference at token t of a response a::
+In the reward, ``full`` at a token does not depend on which token was sampled there, so it only affects the policy
+through the returns of earlier tokens: it keeps the policy away from contexts in which it differs from the reference.
+With p the policy and KL_t its exact KL from the reference at token t of a response a::
 
     gradient of E sum_t KL_t = E sum_t [ gradient of KL_t + (gradient of log p(a_t)) sum_{s>t} KL_s ]
 
-The reward is the second term, and ``full`` in the loss with the same weight the first: together they are the whole
-gradient, with less variance than ``k1`` in the reward, whose expected gradient is the same. A reward of ``full`` alone
-does not restrain the last token, and so nothing where responses have one token.
+``full`` in the reward gives the second term, and ``full`` in the loss with the same weight the first. Together they are
+the complete gradient, with less variance than ``k1`` in the reward, whose expected gradient is the same. ``full`` in
+the reward alone does not constrain the last token, so it has no effect on responses of one token.
 
-Watch: `actor/kl_loss` (in the loss), `actor/reward_kl_penalty` (in the reward): it grows slowly; a jump means that the
-    policy left the reference for good.
+Watch: `actor/kl_loss` (in the loss), `actor/reward_kl_penalty` (in the reward): it should grow slowly; after a jump the
+    policy rarely returns to the reference.
 Keys: `actor_rollout_ref.actor.use_kl_loss`, `actor_rollout_ref.actor.kl_loss_type`,
     `actor_rollout_ref.actor.kl_loss_coef`; `algorithm.use_kl_in_reward`, `algorithm.kl_penalty`, `algorithm.kl_ctrl`.
 """
@@ -46,7 +46,7 @@ from tether.algorithms.shapes import Mask, Scalar, Tokens
 
 
 class KLController(Protocol):
-    """Holds the coefficient; the trainer updates it once per step and saves its state in the checkpoint."""
+    """Holds the coefficient of the KL penalty; the trainer updates it once per step and saves its state."""
 
     value: float
 
@@ -78,7 +78,7 @@ class FixedKLController:
 
     def state_dict(self) -> dict[str, float]:
         """Return an empty state."""
-        # The coefficient belongs to the config, and a changed config has priority over a checkpoint.
+        # The coefficient comes from the configuration, which has priority over a checkpoint.
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -88,9 +88,9 @@ class FixedKLController:
 class AdaptiveKLController:
     """Raises the coefficient while the KL is above its target, and lowers it below (Ziegler et al. 2019, 1909.08593).
 
-    value *= max(1/2, 1 + clip(kl / target_kl - 1, -0.2, 0.2) * n / horizon), with n the rows of the step. It at most
-    halves in a step: without that bound (which neither the paper nor verl has) the penalty would turn into a reward for
-    distance in a step of more than 5 horizon rows.
+    value *= max(1/2, 1 + clip(kl / target_kl - 1, -0.2, 0.2) * n / horizon), with n the rows of the step. The
+    coefficient at most halves in a step. Without that bound, which neither the paper nor verl has, it would become
+    negative in a step of more than 5 horizon rows, and reward distance from the reference.
 
     Assumes: the KL responds to the weight within the horizon.
     Use it: where the scale of the reward is unknown, but the desired KL is known.
@@ -113,19 +113,19 @@ class AdaptiveKLController:
         self.value *= max(0.5, 1 + error * n_steps / self.horizon)
 
     def state_dict(self) -> dict[str, float]:
-        """Return the current coefficient, and the one that it started from."""
+        """Return the current coefficient and the initial one."""
         return {"value": self.value, "initial": self.initial}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Load a saved coefficient, unless the controller was fixed before or starts from another one now."""
+        """Load a saved coefficient, unless it is of a fixed controller or the initial coefficient has changed."""
         if "value" in state and state.get("initial", self.initial) == self.initial:
             self.value = state["value"]
 
 
 def k1(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
-    """d: unbiased, of high variance, negative at times. Its expected gradient is zero.
+    """d: unbiased, high variance, sometimes negative. Its expected gradient is zero.
 
-    Assumes: samples of the policy itself.
+    Assumes: tokens were sampled from the policy itself.
     Use it: in the reward; never in a loss.
     """
     return widen(log_probs) - widen(ref_log_probs)
@@ -134,8 +134,8 @@ def k1(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
 def absolute(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
     """|d|.
 
-    Assumes: as `k1`.
-    Use it: in the reward, where a negative penalty is not wanted. It is no KL.
+    Assumes: the same as `k1`.
+    Use it: in the reward, where penalties must not be negative. It does not estimate a KL.
     """
     return k1(log_probs, ref_log_probs).abs()
 
@@ -150,10 +150,10 @@ def k2(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
 
 
 def k3(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
-    """exp(-d) - 1 + d: unbiased, never negative, of low variance.
+    """exp(-d) - 1 + d: unbiased, never negative, low variance.
 
-    Assumes: as `k1`; far from the reference its variance grows as exp(-d) does.
-    Use it: for a value to log, or in a loss that should pull as the reverse KL does.
+    Assumes: the same as `k1`; far from the reference its variance grows with exp(-d).
+    Use it: to log a value, or in a loss that should have the gradient of KL(ref, policy).
     """
     minus_d = clip(-k1(log_probs, ref_log_probs), -20.0, 20.0)
     return clip(torch.expm1(minus_d) - minus_d, -math.inf, 10.0)
@@ -165,8 +165,8 @@ Estimator = Callable[[Tokens, Tokens], Tokens]
 def straight_through(estimator: Estimator) -> Estimator:
     """Return an estimator with the value of `estimator` and the gradient of k2.
 
-    Assumes: what the estimator assumes.
-    Use it: in a loss, to log an unbiased value and follow the right gradient: ``k3+`` as a rule.
+    Assumes: the same as the estimator.
+    Use it: in a loss, to log an unbiased value and follow the gradient of the KL; usually ``k3+``.
     """
 
     def estimate(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
@@ -190,12 +190,12 @@ _FROM_LOG_PROBS |= {f"{kind}+": straight_through(estimator) for kind, estimator 
 KL_ESTIMATORS: dict[str, Callable[..., Float[Tensor, "..."]]] = {
     name: checked(estimator) for name, estimator in {**_FROM_LOG_PROBS, "full": full_kl}.items()
 }
-"""Estimators by name, called with (log_probs, ref_log_probs); ``full`` with (logits, ref_logits, chunk_size). All
+"""Estimators by name, called with (log_probs, ref_log_probs), or ``full`` with (logits, ref_logits, chunk_size). All
 return [B, T]."""
 
 
 def kl_penalty(log_probs: Tokens, ref_log_probs: Tokens, kind: str, response_mask: Mask | None = None) -> Tokens:
-    """Estimate the KL of each token. The docstring of the module lists the kinds. The reference gets no gradient.
+    """Estimate the KL of each token. The module's docstring lists the kinds. The reference gets no gradient.
 
     Args:
         log_probs: log-probs of the policy.
@@ -205,7 +205,7 @@ def kl_penalty(log_probs: Tokens, ref_log_probs: Tokens, kind: str, response_mas
             that not even a NaN reaches a gradient.
 
     Raises:
-        ValueError: an unknown kind, or ``full``, which needs logits.
+        ValueError: the kind is unknown, or is ``full``, which needs logits.
     """
     if kind == "full":
         raise ValueError(
@@ -233,8 +233,8 @@ def apply_kl_penalty(
 ) -> PenalizedRewards:
     """Subtract the KL of each token from its reward: r_t = score_t - kl_coef * kl_t; 0 outside the mask.
 
-    `kl` is the KL of the old policy, from `kl_penalty` or `full_kl`. Update the controller with the returned mean only
-    afterwards: the coefficient of this step does not depend on it.
+    `kl` is the KL of the old policy, from `kl_penalty` or `full_kl`. Update the controller with the returned mean after
+    this call, because a step's coefficient must not depend on its own KL.
     """
     kl = select(kl, response_mask)
     rewards = select(token_level_scores, response_mask) - kl_coef * kl

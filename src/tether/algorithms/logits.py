@@ -24,7 +24,7 @@ def entropy_from_logits(logits: Float[Tensor, "*shape V"], chunk_size: PositiveI
 
 
 def sum_pi_squared(logits: Float[Tensor, "*shape V"], chunk_size: PositiveInt = 1024) -> Float[Tensor, "*shape"]:
-    """Return the probability that two draws agree, sum_v p_v^2, which `optimal_token_baseline` needs."""
+    """Return the probability that two samples are equal, sum_v p_v^2, which `optimal_token_baseline` needs."""
     return _chunked(_collision, chunk_size, logits)
 
 
@@ -33,12 +33,12 @@ def full_kl(
 ) -> Float[Tensor, "*shape"]:
     """Return the exact KL(policy || reference) of each position, with its exact gradient.
 
-    It is sum_v p_v (log p_v - log q_v). A token with probability 0 under the policy (a logit of -inf) adds nothing,
+    It is sum_v p_v (log p_v - log q_v). A token with probability 0 under the policy (a logit of -inf) contributes 0,
     whatever its probability under the reference. The KL is infinite if the reference gives probability 0 to a token
     that the policy may sample.
 
-    Assumes: the logits of both models are in memory at once, which costs two vocabularies per token.
-    Use it: where the noise of the estimators is too large: small models, distillation.
+    Assumes: the logits of both models are in memory at once, which costs two vectors of vocabulary size per token.
+    Use it: where the estimators are too noisy, for small models, or in distillation.
     """
     return _chunked(_kl, chunk_size, logits, ref_logits)
 
@@ -56,7 +56,7 @@ def forward_kl_topk(
     sum of 1. log_prob_min_clamp is the lower bound of both log-probs.
 
     Assumes: the logits of both models are in memory at once. The reference gets no gradient.
-    Use it: in distillation, to give the policy all that the teacher may say, and not the likeliest of it alone.
+    Use it: in distillation, to make the policy cover all modes of the teacher, not only the most likely one.
     Keys: `distillation.distillation_loss.loss_mode=forward_kl_topk`, `distillation.distillation_loss.topk`,
         `distillation.distillation_loss.log_prob_min_clamp`.
     """

@@ -1,7 +1,7 @@
 """Statistics over the positions where a mask is true.
 
-Every function selects first and reduces afterwards: a NaN or a 1e9 at a masked position reaches neither the result nor
-a gradient. Results are computed in float32 or better; float64 stays float64.
+Every function masks values before it reduces them, so that a NaN or a huge value at a masked position affects neither
+the result nor a gradient. Results are computed in float32 or better; float64 stays float64.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class ValidCounts(NamedTuple):
 
 
 def count_valid(response_mask: Mask) -> ValidCounts:
-    """Return the number of valid tokens, and that of rows with at least one valid token."""
+    """Return the number of valid tokens, and the number of rows with at least one valid token."""
     mask = response_mask.bool()
     return ValidCounts(mask.sum(), mask.any(dim=-1).sum())
 
@@ -43,13 +43,14 @@ def largest(values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"]) -> 
 
 
 def spread(per_row: Rows, mask: Mask) -> Tokens:
-    """Repeat the value of each row for its valid tokens; 0 for the others."""
+    """Repeat each row's value at its valid tokens; 0 elsewhere."""
     return select(per_row[:, None].expand(mask.shape), mask)
 
 
 def clip(values: Tensor, lowest: Tensor | float, highest: Tensor | float) -> Tensor:
-    """Return the values limited to the bounds; the gradient is 1 from bound to bound, both included, and 0 outside."""
-    # Versions of torch disagree about the gradient of `torch.clamp` at a bound, and with a clip of 0 the ratio is one.
+    """Return the values limited to the bounds; the gradient is 1 between the bounds, both included, and 0 outside."""
+    # Versions of torch differ in the gradient of `torch.clamp` at a bound, which matters because with a clip of 0 the
+    # ratio is at the bound.
     lowest, highest = (torch.as_tensor(bound, dtype=values.dtype, device=values.device) for bound in (lowest, highest))
     inside = (values >= lowest) & (values <= highest)
     return torch.where(inside, values, values.detach().clamp(lowest, highest))
@@ -72,7 +73,7 @@ def masked_mean(
 def masked_centre(values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Subtract the mean over the mask; 0 outside it, and exactly 0 everywhere if all valid values are equal."""
     valid = select(values, mask)
-    # Relative to one of the values, equal values have no rounding error that whitening could amplify.
+    # Values are shifted by the maximum first, so that equal values have no rounding error that whitening could amplify.
     shifted = select(valid - largest(valid, mask), mask)
     return select(shifted - masked_mean(shifted, mask), mask)
 

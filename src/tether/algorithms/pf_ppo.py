@@ -1,4 +1,4 @@
-"""Policy-filtration PPO: train on the answers whose reward can be trusted (Shen and Zhang 2024, arXiv 2409.06957)."""
+"""Policy-filtration PPO: train on the answers with the most reliable reward (Shen and Zhang 2024, arXiv 2409.06957)."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,26 +21,27 @@ def pf_ppo_indices(
 ) -> Int[Tensor, " B"]:
     """Draw B rows with replacement, preferring rows with extreme rewards.
 
-    Row i is drawn with probability w_i / sum_j w_j, where w = |s|^weight_pow + 1e-8 (``pow``), or by best and worst.
+    Row i is drawn with probability w_i / sum_j w_j, where w = |s|^weight_pow + 1e-8 (``pow``), or depends on the best
+    and worst score.
 
     Assumes: a reward model is most reliable for its extreme rewards.
     Use it: with a learned reward and several answers to each prompt.
-    Watch: `critic/score/mean` against the validation score: the drawn batch is no fair sample of the policy.
+    Watch: `critic/score/mean` compared with the validation score: the resampled batch does not represent the policy.
     Keys: `algorithm.use_pf_ppo`, `algorithm.pf_ppo.reweight_method`, `algorithm.pf_ppo.weight_pow`.
 
     Args:
         scores: score of each row, before any KL penalty.
-        valid: rows that may be drawn, which are those with a score; at least one.
+        valid: rows that may be drawn: those with a score, at least one.
         reweight_method: ``pow``: weight |score|^weight_pow. ``max_min``: 1 for rows with the batch's best or worst
-            score, else 0. ``max_random``: 0.4 for the best, 0.1 for the others. Every weight gets 1e-8 on top.
+            score, else 0. ``max_random``: 0.4 for the best, 0.1 for the others. 1e-8 is added to every weight.
         weight_pow: the exponent of ``pow``.
         generator: random generator of the draw, on the CPU.
 
     Returns:
-        Row indices for every tensor of the batch, to be applied after the advantages were computed.
+        Row indices, to be applied to every tensor of the batch after advantages are computed.
 
     Raises:
-        ValueError: an unknown reweight_method, no valid row, or a valid score that is not finite.
+        ValueError: reweight_method is unknown, no row is valid, or a valid score is not finite.
     """
     device = scores.device
     scores, valid = scores.cpu(), valid.cpu()

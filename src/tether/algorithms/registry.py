@@ -1,10 +1,10 @@
-"""Registries of functions: one set of keywords for all functions of a registry, and validation of arguments.
+"""Registries of functions, which give all functions of a registry the same keywords and validate arguments.
 
 A function declares only the keywords that it uses (`uniform`). Arguments are detached unless they may have a gradient,
 and validated by the annotations of the function: types, shapes, devices, and ranges of numbers.
 
-Broadcasting turns a wrong shape into a plausible result: scores of shape [B, 1] under a mask [B, T] count T times. Only
-shapes, types, devices and Python numbers are checked, so that no check waits for a GPU.
+Without validation, broadcasting turns a wrong shape into a plausible result: with a mask [B, T], scores of shape [B, 1]
+would count T times. Only shapes, types, devices and Python numbers are checked, so that no check waits for a GPU.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ PositiveInt = Annotated[int, Range(1)]
 def checked(function: Callable[P, Result]) -> Callable[P, Result]:
     """Wrap a function so that it rejects arguments that do not match its annotations.
 
-    Every call may then raise ValueError: for a tensor whose type, shape or device does not match the annotations and
-    the other arguments, or for a number outside its `Range`. The message names the argument and the expected value.
+    A call raises ValueError for a tensor whose type, shape or device does not match the annotations and the other
+    arguments, or for a number outside its `Range`. The message names the argument and the expected value.
     """
     check = checker(function.__qualname__.removesuffix(".__init__"), function)
 
@@ -72,7 +72,7 @@ def checked(function: Callable[P, Result]) -> Callable[P, Result]:
 def checker(name: str, function: Callable[..., object]) -> Callable[[Sequence[object], Mapping[str, object]], None]:
     """Return the check that `checked` performs, which takes the positional and keyword arguments of a call.
 
-    It ignores unknown and missing arguments, for which the call itself raises an error.
+    It ignores unknown and missing arguments, because the call itself raises an error for them.
 
     Args:
         name: name of the function in messages.
@@ -109,7 +109,7 @@ def checker(name: str, function: Callable[..., object]) -> Callable[[Sequence[ob
 class _Array:
     kind: type
     dtypes: frozenset[torch.dtype] | None
-    """The allowed dtypes; None allows any, as for arrays that are not tensors."""
+    """The allowed dtypes; None allows any, including arrays that are not tensors."""
     dims: tuple[str, ...]
     text: str
 
@@ -133,7 +133,7 @@ class _Rule:
     arrays: tuple[_Array, ...]
     numbers: tuple[tuple[type, Range], ...]
     classes: tuple[type, ...]
-    """Classes of other values, which are only checked by type. A sequence is accepted as an array of its length."""
+    """Classes of non-array values, which are only checked by type. A sequence is accepted as an array of its length."""
     optional: bool
     expected: str
 
@@ -163,7 +163,7 @@ class _Rule:
                 array.dtypes is None or getattr(value, "dtype", None) in array.dtypes
             ):
                 return array.dims
-        # The class is looked up first, since isinstance(number, Sequence) costs more than all other checks together.
+        # The class is looked up first, because isinstance(number, Sequence) costs more than all other checks together.
         is_sequence = Sequence in self.classes and isinstance(value, Sequence) and not isinstance(value, str | bytes)
         return self.arrays[0].dims if is_sequence else None
 
@@ -194,7 +194,7 @@ def _describe(value: object) -> str:
 
 
 def _fits(dims: tuple[str, ...], shape: Shape, sizes: dict[str, int | Shape]) -> bool:
-    """Return whether a shape has these dimensions, and record the sizes of dimensions that are new in `sizes`.
+    """Return whether a shape has these dimensions, and add the sizes of new dimensions to `sizes`.
 
     ``*name`` matches any number of dimensions, and ``#name`` also matches 1.
     """
@@ -212,7 +212,7 @@ def _fits(dims: tuple[str, ...], shape: Shape, sizes: dict[str, int | Shape]) ->
 
 
 def _misfit(arguments: Sequence[tuple[str, object, _Rule]]) -> str:
-    """Describe the argument whose shape conflicts with the most others that share a dimension with it."""
+    """Describe the argument whose shape conflicts with most of the other arguments that share a dimension with it."""
     arrays = [(key, _shape(value), dims) for key, value, rule in arguments if (dims := rule.dims_of(value)) is not None]
     bound: dict[str, dict[str, int | Shape]] = {}
     for key, shape, dims in arrays:
@@ -257,7 +257,8 @@ def uniform(
         functions: the functions by name.
         meaning: shape and meaning of each required keyword, for the ValueError that a function raises if the keyword
             is missing or None.
-        learns: the only argument that gets a gradient; with None, no argument does, and results have no gradient.
+        learns: the only argument through which gradients flow; with None, all are detached and results have no
+            gradient.
     """
     declared = {name: frozenset(inspect.signature(function).parameters) for name, function in functions.items()}
     vocabulary = frozenset().union(*declared.values())

@@ -1,4 +1,4 @@
-"""Transformations of the scores of rows before rewards are computed from them."""
+"""Transformations of row scores, applied before rewards are computed from them."""
 
 import math
 
@@ -20,10 +20,10 @@ def overlong_penalty(
 ) -> Rows:
     """Soft penalty for long responses, to be added to the score (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13).
 
-    P = -penalty_factor max(0, n - (max_length - buffer_length)) / buffer_length for n tokens: 0 at first, then falling
-    linearly to -penalty_factor at max_length.
+    P = -penalty_factor max(0, n - (max_length - buffer_length)) / buffer_length for n tokens: 0 up to the buffer, then
+    falling linearly to -penalty_factor at max_length.
 
-    Assumes: a truncated answer is worth less than one that ended, and the penalty should not set in abruptly.
+    Assumes: a truncated answer is worth less than one that ended, and the penalty should increase gradually.
     Use it: where many answers reach the length limit.
     Watch: `response_length/clip_ratio` and `reward/overlong_fraction`: they should fall.
     Keys: `reward_model.overlong_buffer.enable`, `reward_model.overlong_buffer.len`,
@@ -36,12 +36,12 @@ def overlong_penalty(
 
 
 def normalize_rewards_per_batch(scores: Rows, valid: Bool[Tensor, " B"]) -> Rows:
-    """Normalise the valid scores of this batch to mean 0 and variance 1; 0 for the others.
+    """Normalise the valid scores of this batch to mean 0 and variance 1; 0 for all others.
 
     s' = (s - mean) / sqrt(var + 1e-8), with the unbiased variance.
 
     Assumes: the batch is large enough for a mean and a std.
-    Use it: with `gae`, where rewards have a scale that the critic would have to learn first.
+    Use it: with `gae`, where the critic would otherwise have to learn the scale of the rewards first.
     Watch: `critic/vf_loss`, `critic/rewards/max`.
     Keys: `algorithm.normalize_rewards=batch`.
     """
@@ -58,11 +58,11 @@ def check_finite(scores: Rows) -> None:
 class RunningRewardNormalizer:
     """Normalises scores by the running mean and variance of all scores so far.
 
-    Batches are merged by the update of Chan et al. (1979), which avoids cancellation. The scale is 1 as long as there
-    are fewer than two scores or all are equal.
+    Batches are merged by the update of Chan et al. (1979), which avoids cancellation. The scale is 1 while there are
+    fewer than two scores or all are equal.
 
     Assumes: the scale of the scores changes slowly.
-    Use it: as `normalize_rewards_per_batch`, where batches are small or a target must not jump with its batch.
+    Use it: like `normalize_rewards_per_batch`, where batches are small or targets must not vary with the batch.
     Watch: `reward/running_std`, `critic/vf_explained_var`.
     Keys: `algorithm.normalize_rewards=running`.
     """
@@ -77,7 +77,7 @@ class RunningRewardNormalizer:
         """Add the valid scores to the statistics.
 
         Raises:
-            ValueError: a valid score is not finite, and would make the statistics useless for the entire run.
+            ValueError: a valid score is not finite; it would make the statistics useless for the rest of the run.
         """
         new = scores[valid].cpu().double()
         if new.numel() == 0:
@@ -97,7 +97,7 @@ class RunningRewardNormalizer:
 
     @property
     def std(self) -> float:
-        """The unbiased standard deviation of all scores so far; 0 for fewer than two."""
+        """Return the unbiased standard deviation of all scores so far; 0 for fewer than two."""
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
 
     def state_dict(self) -> dict[str, float]:

@@ -34,15 +34,15 @@ def importance_weights(
 ) -> Tokens:
     """Compute truncated importance weights, without gradient; 0 outside the mask (Yao et al. 2025, "truncated IS").
 
-    With a lower bound, weights outside of the bounds become 0, so that their tokens are not learned from but stay in
+    With a lower bound, weights outside of the bounds become 0, so that their tokens contribute no gradient but stay in
     the denominators (IcePop, Ling Team 2025, with bounds of 0.5 and 5). A token with probability 0 under both policies
     (-inf and -inf) has ratio 1, since they agree. NaN stays NaN.
 
-    Assumes: the sampler gives every token a probability that is not 0 and not far from the trainer's.
+    Assumes: the sampler's probability of every token is positive and close to the trainer's.
     Use it: ``token`` where the mismatch comes from rounding; ``sequence`` where the estimate must be unbiased and
         answers are short.
-    Watch: `training/rollout_probs_diff_mean`, `rollout_corr/kl`, and the effective sample size: near 0, few rows carry
-        all weight.
+    Watch: `training/rollout_probs_diff_mean`, `rollout_corr/kl`, and the effective sample size: near 0, a few rows have
+        nearly all the weight.
     Keys: `algorithm.rollout_correction.rollout_is`, `algorithm.rollout_correction.rollout_is_threshold`,
         `algorithm.rollout_correction.rollout_is_batch_normalize`.
 
@@ -51,14 +51,14 @@ def importance_weights(
         rollout_log_probs: log p_rollout of each token.
         response_mask: the policy's tokens.
         level: ``token``: min(rho_t, threshold), biased, of low variance. ``sequence``: min(prod_t rho_t, threshold) at
-            each token of the row, which is unbiased but for the threshold.
-        threshold: upper bound of a weight, to which larger ones are truncated.
+            each token of the row, which is unbiased except for the truncation.
+        threshold: upper bound, to which larger weights are truncated.
         threshold_lower: lower bound; weights outside of both bounds are 0.
-        batch_normalize: divide by the mean over the batch (``token``: of tokens; ``sequence``: of rows), which needs
+        batch_normalize: divide by the mean over the batch (``token``: of tokens; ``sequence``: of rows), which requires
             the full batch, before any split.
 
     Raises:
-        ValueError: an unknown level.
+        ValueError: the level is unknown.
     """
     ratio = _ratio(log_probs, rollout_log_probs, response_mask, level)
     weights = _limited(ratio, threshold, threshold_lower)
@@ -77,9 +77,9 @@ def importance_metrics(
     threshold: Positive = 2.0,
     threshold_lower: Positive | None = None,
 ) -> dict[str, float]:
-    """Return metrics of the weights of `importance_weights` over the full batch, before they are normalised.
+    """Return metrics of the unnormalised weights of `importance_weights` over the full batch.
 
-    These are the metrics of `importance_statistics`, and those that do not add up over micro-batches: the standard
+    They are the metrics of `importance_statistics`, plus metrics that cannot be summed over micro-batches: the standard
     deviations of the truncated weights, and their effective sample size 1 / mean((w / mean w)^2).
     """
     mask, rows = response_mask.bool(), response_mask.bool().any(dim=-1)
@@ -111,12 +111,12 @@ def importance_statistics(
     threshold: Positive = 2.0,
     threshold_lower: Positive | None = None,
 ) -> dict[str, Metric]:
-    """Return metrics of the unnormalised weights of `importance_weights`, which add up over micro-batches.
+    """Return metrics of the unnormalised weights of `importance_weights` that can be summed over micro-batches.
 
     There is one weight per token or, for level ``sequence``, per row; ``seq_*`` describes the mean weight of each row.
     """
-    # As in verl, truncated weights are used everywhere except for the fractions above and below the bounds and, for
-    # level ``sequence``, the largest and the smallest weight, which would not show what was truncated.
+    # As in verl, metrics use the truncated weights, except for the fractions above and below the bounds and, for level
+    # ``sequence``, the largest and smallest weight, where truncation would hide what it removed.
     mask, rows = response_mask.bool(), response_mask.bool().any(dim=-1)
     ratio = _ratio(log_probs, rollout_log_probs, mask, level)
     tokens = _limited(ratio, threshold, threshold_lower)
@@ -159,10 +159,10 @@ REJECTION_MODES = (
 def parse_weight_bounds(rollout_is_threshold: float | str) -> tuple[float | None, float]:
     """Parse verl's ``rollout_is_threshold`` into (threshold_lower, threshold) of `importance_weights`.
 
-    A number is an upper bound; ``lower_upper`` are both.
+    A number is an upper bound; the form ``lower_upper`` gives both bounds.
 
     Raises:
-        ValueError: no positive finite number, or a lower bound above the upper one.
+        ValueError: a bound is not a positive finite number, or the lower bound exceeds the upper one.
     """
     try:
         bounds = [float(text) for text in str(rollout_is_threshold).split("_")]
@@ -184,8 +184,8 @@ def parse_rejection(rollout_rs: str, rollout_rs_threshold: float | str) -> dict[
     1/u to u.
 
     Raises:
-        ValueError: an unknown mode or one that is named twice, a threshold that is not a positive finite number, or a
-            wrong number of thresholds.
+        ValueError: a mode is unknown or listed twice, a threshold is not a positive finite number, or the number of
+            thresholds is wrong.
     """
     modes = [mode.strip() for mode in rollout_rs.split(",")]
     thresholds = [threshold.strip() for threshold in str(rollout_rs_threshold).split(",")]
@@ -204,17 +204,18 @@ def parse_rejection(rollout_rs: str, rollout_rs_threshold: float | str) -> dict[
 def rejection_mask(
     log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, bounds: RejectionBounds
 ) -> Bool[Tensor, "B T"]:
-    """Return the mask without the tokens and rows that are too far from the sampler.
+    """Return the mask without the tokens and rows that diverge too much from the sampler.
 
     With x = log rho, clamped to +-20, a token's divergence is k1 = -x, k2 = x^2 / 2 or k3 = exp(x) - 1 - x. A mode
     keeps a token (``token_*``), or all tokens of a row (``seq_sum_*``, ``seq_mean_*``, ``seq_max_*``: its sum, mean,
-    largest), whose divergence is within its bounds; all modes must keep it. Bounds of k1 are bounds of 1 / rho, and
-    their logarithms are compared with k1: (0.5, 5) keeps rho from 0.2 to 2, as in verl. (NeMo RL and AReaL bound rho.)
+    largest), whose divergence is within the mode's bounds; a token is kept if all modes keep it. Bounds of k1 are
+    bounds of 1 / rho, and their logarithms are compared with k1: (0.5, 5) keeps rho from 0.2 to 2, as in verl. (NeMo RL
+    and AReaL bound rho.)
 
-    Assumes: few tokens or rows are far off, and losing them costs less than learning from them.
-    Use it: ``seq_*`` where one bad token spoils its row, ``token_*`` where it does not; with importance weights or
-        without.
-    Watch: the rejected fraction: above a few percent the sampler is wrong and needs a fix. `rollout_corr/k3_kl`.
+    Assumes: few tokens or rows diverge, and losing them costs less than training on them.
+    Use it: ``seq_*`` where one bad token invalidates its row, ``token_*`` otherwise; with or without importance
+        weights.
+    Watch: the rejected fraction: above a few percent, the sampler probably has a bug. `rollout_corr/k3_kl`.
     Keys: `algorithm.rollout_correction.rollout_rs`, `algorithm.rollout_correction.rollout_rs_threshold`.
     """
     mask = response_mask.bool()
@@ -230,13 +231,13 @@ def rejection_mask(
 def veto_mask(
     log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, threshold: Positive
 ) -> Bool[Tensor, "B T"]:
-    """Return the mask without the rows in which rho of any one token is below the threshold (verl's token veto).
+    """Return the mask without rows in which the rho of any token is below the threshold (verl's token veto).
 
-    A rho that is NaN vetoes its row, as does a token with probability 0 under both policies, which cannot have been
+    A NaN rho also removes its row, as does a token with probability 0 under both policies, which cannot have been
     sampled.
     """
     # A token that the policy would almost never sample shows that the policy did not produce the row. rho is not
-    # clamped, so that a threshold far below exp(-20) has an effect.
+    # clamped, so that thresholds far below exp(-20) still work.
     mask = response_mask.bool()
     log_ratio = select(log_probs, mask) - select(rollout_log_probs, mask)
     vetoed = (mask & ~(log_ratio >= math.log(threshold))).any(dim=-1, keepdim=True)  # also true for NaN
@@ -247,7 +248,7 @@ def veto_mask(
 def rejection_metrics(
     log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, bounds: RejectionBounds
 ) -> dict[str, float]:
-    """Return metrics of `rejection_mask`: fractions of rejected tokens and of rows with one, overall and per mode."""
+    """Return metrics of `rejection_mask`: fractions of rejected tokens and of rows with any, in total and per mode."""
     mask, rows = response_mask.bool(), response_mask.bool().any(dim=-1)
     metrics: dict[str, float] = {}
     for mode, bound in _checked(bounds).items():
@@ -266,7 +267,7 @@ def rejection_metrics(
 
 @torch.no_grad()
 def off_policy_metrics(log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask) -> dict[str, float]:
-    """Measure the distance between trainer and sampler, as metrics with verl's names.
+    """Return metrics of the distance between trainer and sampler, by verl's names.
 
     ``ppl`` is the perplexity of a row's own tokens, averaged over rows; ``log_ppl_diff`` is the trainer's log
     perplexity minus the sampler's; ``kl`` and ``k3_kl`` estimate KL(sampler || trainer) per token; ``chi2`` is
@@ -314,7 +315,7 @@ def _limited(ratio: Tokens, threshold: float, threshold_lower: float | None) -> 
 
 def _log_ratio(log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask) -> Tokens:
     """Return the unclamped log ratio of each token; 0 if both policies give the token probability 0."""
-    # It is not clamped, because for rows the sum is, in which other tokens may compensate for an extreme one.
+    # Callers clamp it, or its sum over a row, in which other tokens may compensate for an extreme one.
     trainer, sampler = select(log_probs, response_mask), select(rollout_log_probs, response_mask)
     return torch.where(trainer.isneginf() & sampler.isneginf(), 0.0, trainer - sampler)
 
@@ -372,7 +373,7 @@ def _divergence(
     reductions: dict[str, Callable[[], Rows]] = {
         "seq_sum": lambda: masked_sum(tokens, mask, dim=-1),
         "seq_mean": lambda: masked_mean(tokens, mask, dim=-1),
-        # k2 and k3 are never below the 0 of a masked token, nor of a row without a position
+        # k2 and k3 are at least 0, so zeros for masked tokens and for empty rows do not change the maximum.
         "seq_max": lambda: torch.nn.functional.pad(tokens, (0, 1)).amax(dim=-1),
     }
     return tokens if level == "token" else reductions[level]()[:, None]

@@ -20,15 +20,15 @@ def value_loss(
     cliprange_value: Positive | None,
     huber_delta: Positive | None = None,
 ) -> TokenLoss:
-    """PPO's clipped value loss, not aggregated; from its code, not its paper (Engstrom et al. 2020, arXiv 2005.12729).
+    """PPO's clipped value loss per token, as in PPO's code but not its paper (Engstrom et al. 2020, arXiv 2005.12729).
 
     L = max(h(V - R), h(clip(V, V_old - c, V_old + c) - R)) with c = cliprange_value.
-    h(e) = e^2 / 2, with the half in it; or, with huber_delta, e^2 / 2 up to |e| = delta and delta (|e| - delta / 2)
-    beyond (RLinf's ``value_clip`` and ``huber_delta``). cliprange_value=None: no clip.
+    h(e) = e^2 / 2, including the factor 1/2; or, with huber_delta, e^2 / 2 up to |e| = delta, and
+    delta (|e| - delta / 2) beyond (RLinf's ``value_clip`` and ``huber_delta``). cliprange_value=None: no clip.
 
-    Assumes: the critic should move slowly, as the policy does. With rewards of large scale the clip binds always: scale
-        c with them.
-    Use it: squared as a rule; huber_delta where few returns are extreme.
+    Assumes: the critic should change slowly, like the policy. With large rewards the clip is always active: scale c
+        with them.
+    Use it: squared by default; huber_delta where a few returns are extreme.
     Watch: `critic/vf_clipfrac` (near 1: the clip is too tight), `critic/vf_loss`, `critic/vf_explained_var`.
     Keys: `critic.cliprange_value`, `critic.huber_delta`, `critic.loss_agg_mode`.
     """
@@ -50,14 +50,14 @@ def value_loss(
 
 @torch.no_grad()
 def explained_variance(values: Tokens, returns: Tokens, response_mask: Mask) -> Scalar:
-    """Return 1 - var(R - V) / var(R): 1 is perfect, 0 no better than a constant, below 0 worse.
+    """Return 1 - var(R - V) / var(R): 1 is perfect, 0 is no better than a constant, and below 0 is worse.
 
     It is 0 if all returns are equal up to float32 rounding, and NaN if a value or a return is not finite.
     """
     values, returns = select(values, response_mask), select(returns, response_mask)
     total = masked_var(returns, response_mask)
     residual = masked_var(returns - values, response_mask)
-    # With equal returns there is nothing to explain, and the quotient would only amplify rounding errors.
+    # Equal returns have no variance to explain, and the quotient would only amplify rounding errors.
     equal = total <= EQUAL_RETURNS * masked_mean(returns.square(), response_mask)
     return torch.where(equal, 0.0 * residual, 1 - residual / total)
 

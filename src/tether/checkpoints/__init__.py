@@ -1,8 +1,8 @@
 """The checkpoint store: a checkpoint is complete or absent, hashed, and identified by its step.
 
-What a checkpoint of a run consists of is decided by `tether.loop.checkpoint`, which also restores it; `find_start` in
-`tether.loop.run` chooses the one from which a run resumes. Rank 0 of a run writes through
-`CheckpointStore`; use `find_checkpoint` and `load_state` to read a folder.
+`tether.loop.checkpoint` decides what a run's checkpoint contains and restores it, and `find_start` in
+`tether.loop.run` chooses the one to resume from. Rank 0 of a run writes through `CheckpointStore`; use
+`find_checkpoint` and `load_state` to read a folder.
 """
 
 from tether.checkpoints.manifest import CARD, PARTIAL, sha256_of

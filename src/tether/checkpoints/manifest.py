@@ -1,6 +1,6 @@
 """The manifest of a folder: size and sha256 of every file in it, so that a single changed byte is detected.
 
-It is written last, after every other file is on disk: a folder with a manifest is complete.
+It is written last, after every other file is on disk, so that a folder with a manifest is complete.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tether.runtime.threads import num_threads
 
 MANIFEST = "manifest.json"
 CARD = ("README.md", "curve.png")
-"""Files for readers that `tether card` adds to a checkpoint later: nothing that is loaded depends on them."""
+"""Files that `tether card` adds to a checkpoint later, for people to read; loading does not depend on them."""
 PARTIAL = ".writing_"
 """Prefix of names that are still being written; a killed process may leave such files."""
 FORMAT = 1
@@ -61,7 +61,7 @@ def find_damage(folder: Path, step: int) -> str | None:
         format_version = manifest["format"]
         body = {key: value for key, value in manifest.items() if key != "checksum"}
         intact = manifest["checksum"] == _checksum(body) and manifest["step"] == step
-    except (ValueError, KeyError):  # no JSON, or JSON of another shape
+    except (ValueError, KeyError):  # not JSON, or JSON with other content
         return f"{path}: damaged, it is not what was saved"
     if format_version != FORMAT:
         return (
@@ -89,7 +89,7 @@ def sha256_of(paths: Sequence[Path]) -> list[str]:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a small file so that it has either the old or the new text, whenever the process or the machine dies."""
+    """Write a small file so that it has either the old or the new text, even if the process or the machine dies."""
     new = path.with_name(f"{PARTIAL}{path.name}")
     try:
         with new.open("w", encoding="utf-8") as file:
@@ -104,7 +104,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to disk: a rename is durable only after this."""
+    """Sync the names in a folder to disk; a rename is only durable after this."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -113,7 +113,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _names(folder: Path) -> set[str]:
-    """Return every file below a folder, and every link; without NFS's placeholders of deleted open files."""
+    """Return every file and link below a folder, except NFS's placeholders of deleted open files."""
     paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return {str(path.relative_to(folder)) for path in paths if not path.name.startswith(".nfs")}
 

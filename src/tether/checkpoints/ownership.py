@@ -1,4 +1,4 @@
-"""Files that can run code when they are loaded: they are read where nobody but this user could have written them."""
+"""Files that can run code when they are loaded, which are only read if no other user could have written them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def write_own(path: Path, content: bytes) -> None:
-    """Write a file for `read_own`: whatever the umask, nobody else may write to it or to its folder."""
+    """Write a file for `read_own`; whatever the umask, no other user can write to it or to its folder."""
     path.write_bytes(content)
     for place in (path, path.parent):
-        with suppress(OSError):  # a file system without permissions; `read_own` will say so
+        with suppress(OSError):  # a file system without permissions; `read_own` will report it
             place.chmod(stat.S_IMODE(place.stat().st_mode) & ~WRITABLE_BY_OTHERS)
 
 
 def read_own(path: Path, fix: str) -> bytes:
-    """Return the content of a file that nobody but this user could have written.
+    """Return the content of a file that no other user could have written.
 
-    Whoever can write to its folder can put another file there. Folders above need no look: those who can write to them
-    can put another folder there, which does not belong to this user.
+    Whoever can write to its folder can replace the file. Folders above need no check: replacing the folder from there
+    would give it another owner.
 
     Args:
-        path: of the file.
-        fix: what to do where it is refused; ends the message.
+        path: path of the file.
+        fix: what the user can do if the file is refused; ends the message.
 
     Raises:
         ValueError: the file or its folder belongs to another user, or others can write there.

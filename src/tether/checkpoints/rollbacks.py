@@ -21,11 +21,11 @@ class Rollback:
     collapsed: int
     """First step with signs of the collapse."""
     to: int
-    """Step of the checkpoint that the run went back to, or of an older one that it went back to later."""
+    """Step of the checkpoint to which the run rolled back, or of an older one if a later rollback went further back."""
 
 
 def rollbacks_of(root: Path, checkpoint: Path | None) -> list[Rollback]:
-    """Return the rollbacks that precede a checkpoint; those of abandoned steps do not count.
+    """Return the rollbacks that precede a checkpoint, without those of abandoned steps.
 
     Raises:
         ValueError: the file is damaged.
@@ -44,7 +44,7 @@ def _noted(root: Path) -> list[Rollback]:
 
 
 def forget_other_rollbacks(root: Path, rollbacks: list[Rollback]) -> None:
-    """Keep only these rollbacks in the file: a run that starts elsewhere, or from scratch, has no others."""
+    """Keep only these rollbacks in the file, because a run that starts elsewhere or from scratch has no others."""
     note = root / NOTE
     if rollbacks:
         write_durably(note, json.dumps([asdict(rollback) for rollback in rollbacks]))
@@ -55,7 +55,8 @@ def forget_other_rollbacks(root: Path, rollbacks: list[Rollback]) -> None:
 def roll_back(store: CheckpointStore, to: Path, collapsed: int) -> Path | None:
     """Make a checkpoint the one that the run resumes from.
 
-    If the process is killed in between, the run goes back without a record; it may then collapse and roll back again.
+    If the process is killed in between, the run resumes from the checkpoint without a record of the rollback; it may
+    then collapse and roll back again.
 
     Returns:
         The folder to which later checkpoints were moved; None if there were none.

@@ -17,36 +17,37 @@ from tether.types import StateDict
 
 
 def as_bytes(state: Mapping[str, object]) -> bytes:
-    """Return the content of a file of `save_state`."""
+    """Return a state as the content of a file written by `save_state`."""
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
     return buffer.getvalue()
 
 
 def save_state(path: Path, state: Mapping[str, object]) -> None:
-    """Save a tree of tensors, numbers, strings, tuples, lists and dicts so that it loads back bit for bit."""
-    with path.open("wb") as file:  # not by name: torch would keep the file, and its space, open after a full disk
+    """Save a tree of tensors, numbers, strings, tuples, lists and dicts; `load_state` returns it bit for bit."""
+    # Open it here: given a path, torch would keep the file and its space open after a full disk.
+    with path.open("wb") as file:
         torch.save(dict(state), file)
 
 
 def save_moments(path: Path, moments: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """Save optimizer tensors of some weights: index of the weight -> name -> tensor."""
+    """Save optimizer tensors of some weights, as index of the weight -> name -> tensor."""
     named = {f"{index}.{name}": value for index, tensors in moments.items() for name, value in tensors.items()}
     save_file(named, path)
 
 
 def moments_path(path: Path, number: int, of: int) -> Path:
-    """Return the path of shard `number`, counted from 1, of the moments of the state at `path`, as `load_state` expects
-    it."""
+    """Return the path of shard `number`, counted from 1, of the optimizer moments of the state at `path`, where
+    `load_state` looks for it."""
     return path.with_name(f"{path.stem}-{number:05}-of-{of:05}.safetensors")
 
 
 def load_state(path: Path, *, mapped: bool = False) -> StateDict:
-    """Load a state of `save_state` onto the CPU, with the moments in files next to it; nothing in it is executed.
+    """Load a state written by `save_state`, and moments in files next to it, onto the CPU without executing code.
 
     Args:
         path: path of the state.
-        mapped: map the file into memory and read tensors when they are used, for callers that need slices of them.
+        mapped: whether to map the file into memory and read tensors on use, for callers that need slices of them.
 
     Raises:
         ValueError: the file is not such a state.

@@ -6,11 +6,10 @@ The caller decides on the content of a checkpoint. On disk::
     <root>/global_step_20/manifest.json       size and sha256 of every file
     <root>/latest_checkpointed_iteration.txt  the tracker: "20"
 
-A save has these stages, each of which is on disk before the next begins: the files under a temporary name, the
-manifest, the rename, the tracker, the removal of old checkpoints. A process killed anywhere in between leaves at most
-names with a leading dot, which `CheckpointStore.resolve` clears when the next run starts. One run at a time writes to a
-root, and its checkpoints are the only ones in it: `CheckpointStore.set_aside` moves those of an earlier run into a
-folder.
+A save writes the files under a temporary name, writes the manifest, renames the folder, updates the tracker and removes
+old checkpoints; each stage is on disk before the next begins. A process killed in between leaves at most names with a
+leading dot, which `CheckpointStore.resolve` clears when the next run starts. One run at a time writes to a root, which
+only contains checkpoints of that run: `CheckpointStore.set_aside` moves those of an earlier run into a folder.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from typing import Literal
 from tether.checkpoints.manifest import MANIFEST, PARTIAL, find_damage, sync_folder, write_durably, write_manifest
 
 BEST = "best"
-"""Folder, inside that of a run, for the checkpoint of its best evaluation."""
+"""Folder in the run's folder for the checkpoint of its best evaluation."""
 TRACKER = "latest_checkpointed_iteration.txt"
 NAME = re.compile(r"global_step_(\d+)")
 REPLACED, DOOMED = ".replaced_", ".doomed_"
-"""Prefixes of checkpoints that were moved aside: replaced by a new one of the same step, or about to be deleted."""
+"""Prefixes of checkpoints that were renamed: replaced by a new one of the same step, or about to be deleted."""
 GIB = 2**30
 
 ResumeMode = Literal["auto", "disable", "resume_path"]
@@ -45,7 +44,7 @@ class CheckpointDamaged(ValueError):
 
 
 class DiskFull(OSError):
-    """There was no space for a checkpoint; the message names the folder and the space that is needed."""
+    """There was not enough space for a checkpoint; the message names the folder and the space needed."""
 
 
 class CheckpointStore:
@@ -62,7 +61,7 @@ class CheckpointStore:
         self.root = root
         self.keep = keep
         self.spared: Path | None = None
-        """A checkpoint that is kept in addition, because a run may still go back to it."""
+        """A checkpoint that is kept in addition, because a run may still roll back to it."""
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
         """Save the files that `write` writes to a folder as the newest checkpoint.
@@ -110,7 +109,7 @@ class CheckpointStore:
         except BaseException as error:
             full = is_disk_full(error)
             written = _size(folder) if full else 0
-            _discard(folder)  # another rank may be writing to it
+            _discard(folder)  # another rank may still be writing to it
             if full:
                 raise self._disk_full(final, written, _file_limit(error)) from error
             raise
@@ -119,7 +118,8 @@ class CheckpointStore:
         """Return the checkpoint to resume from, without verifying its content; None if there is none.
 
         Raises:
-            CheckpointDamaged: the tracker names no checkpoint, or a folder with the name of a checkpoint is incomplete.
+            CheckpointDamaged: the tracker does not name a checkpoint, or a folder with the name of a checkpoint is
+                incomplete.
         """
         broken = next((path for path in _named(self.root) if not is_checkpoint(path)), None)
         if broken is not None:
@@ -133,7 +133,7 @@ class CheckpointStore:
         return saved
 
     def last_saved(self) -> Path | None:
-        """Return the checkpoint that the tracker names, else the one with the highest step; None if there is none."""
+        """Return the checkpoint that the tracker names, or else the one with the highest step, or None."""
         return self._tracked() or max(_checkpoints(self.root), key=step_of, default=None)
 
     def newest_before(self, step: int) -> Path | None:
@@ -141,15 +141,16 @@ class CheckpointStore:
         return max((path for path in _checkpoints(self.root) if step_of(path) < step), key=step_of, default=None)
 
     def resolve(self, resume_mode: ResumeMode, resume_from_path: Path | None = None) -> Path | None:
-        """Delete what killed processes left, and return the verified checkpoint to start from; None: from scratch.
+        """Delete remains of killed processes; return the verified checkpoint to start from, or None for a new run.
 
         Args:
-            resume_mode: ``auto``: the latest, if there is one; ``disable``: none; ``resume_path``: `resume_from_path`.
+            resume_mode: ``auto``: the latest checkpoint, if any; ``disable``: none; ``resume_path``:
+                `resume_from_path`.
             resume_from_path: a ``global_step_<N>`` folder, for ``resume_path``.
 
         Raises:
             ValueError: ``resume_path`` without a checkpoint at the path.
-            CheckpointDamaged: from `verify` or `latest`.
+            CheckpointDamaged: raised by `verify` or `latest`.
         """
         if (tracker := self.root / TRACKER).is_dir():
             raise CheckpointDamaged(f"{tracker}: is a folder; the file of that name has the last step. Move it away")
@@ -173,7 +174,7 @@ class CheckpointStore:
         is_here = start is not None and start.parent.resolve() == self.root.resolve()
         step = step_of(start) if start is not None and is_here else -1
         others = [path for path in _named(self.root) if step_of(path) > step or not is_checkpoint(path)]
-        if is_here:  # before the move, so that a process killed in between leaves a run that has gone back
+        if is_here:  # before the move, so that the rollback is complete even if the process is killed in between
             write_durably(self.root / TRACKER, str(step))
         aside = self._move_aside(others) if others else None
         if not is_here:
@@ -187,7 +188,8 @@ class CheckpointStore:
         aside.mkdir()
         for path in paths:
             if path.is_symlink():
-                (aside / path.name).symlink_to(path.resolve())  # a relative link would point elsewhere from there
+                # A relative link would point elsewhere from the new folder.
+                (aside / path.name).symlink_to(path.resolve())
                 path.unlink()
             else:
                 path.rename(aside / path.name)
@@ -224,7 +226,7 @@ class CheckpointStore:
     def _clear_leftovers(self) -> None:
         for replaced in self.root.glob(f"{REPLACED}*"):
             final = self.root / replaced.name.removeprefix(REPLACED)
-            if not final.exists():  # the process was killed between the two renames of a replacement
+            if not final.exists():  # the process was killed between the two renames that replace a checkpoint
                 replaced.rename(final)
         for prefix in (PARTIAL, REPLACED, DOOMED):
             for leftover in self.root.glob(f"{prefix}*"):
@@ -242,7 +244,8 @@ class CheckpointStore:
                 f"a file of {final} is larger than may be written there{largest}. Raise the limit (ulimit -f), or "
                 f"point trainer.default_local_dir to a file system that takes larger files. {note}",
             )
-        exists = self.root if self.root.exists() else self.root.parent  # no room for the folder itself
+        # Measure the parent, because the folder does not exist yet.
+        exists = self.root if self.root.exists() else self.root.parent
         free = _readable(shutil.disk_usage(exists).free)
         return DiskFull(
             errno.ENOSPC,
@@ -260,7 +263,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def run_of(checkpoint: Path) -> Path:
-    """Return the folder of the run of a checkpoint, also after the run was copied."""
+    """Return the run's folder for a checkpoint, also after the run was copied."""
     return checkpoint.parent.parent if checkpoint.parent.name == BEST else checkpoint.parent
 
 
@@ -270,11 +273,10 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """Return the verified checkpoint at a path: the path itself, or the latest in the folder of a run; None if there is
-    none.
+    """Return the verified checkpoint at a path, which is itself or the latest in a run's folder; None without one.
 
     Raises:
-        CheckpointDamaged: from `verify` or `CheckpointStore.latest`.
+        CheckpointDamaged: raised by `verify` or `CheckpointStore.latest`.
     """
     path = _without_link(path)
     is_named = NAME.fullmatch(path.name) is not None and os.path.lexists(path)
@@ -296,7 +298,7 @@ def verify(checkpoint: Path) -> None:
 
 
 def _offer(broken: Path) -> str:
-    """Return the advice for a run whose checkpoint is broken."""
+    """Return advice for a run whose checkpoint is damaged."""
     others = sorted(_checkpoints(broken.parent), key=step_of, reverse=True)
     good = next((path for path in others if path != broken and find_damage(path, step_of(path)) is None), None)
     if good is None:
@@ -308,7 +310,7 @@ def _offer(broken: Path) -> str:
 
 
 def _named(root: Path) -> list[Path]:
-    """Return all paths that are named like a checkpoint."""
+    """Return all paths with the name of a checkpoint."""
     return [path for path in root.glob("global_step_*") if NAME.fullmatch(path.name)]
 
 
@@ -331,7 +333,7 @@ def _explicit_checkpoint(path: Path | None) -> Path:
 
 
 def _without_link(path: Path) -> Path:
-    """Return the checkpoint that a link with another name, or a path such as ``.``, leads to; else the path itself."""
+    """Return the target checkpoint of a link with another name, or of a path such as ``.``; else the path itself."""
     target = path.resolve()
     return target if NAME.fullmatch(target.name) and not NAME.fullmatch(path.name) else path
 
@@ -344,8 +346,7 @@ def _remove(path: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Remove a path that is no longer visible; what cannot be removed (NFS keeps open files) is left to the next
-    start."""
+    """Remove a path that is no longer visible; files that NFS still keeps open are left to the next start."""
     with suppress(OSError):
         _remove(path)
 
@@ -355,20 +356,20 @@ def _size(folder: Path) -> int:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error means a full disk; torch and safetensors report it as errors of their own."""
+    """Return whether an error means a full disk, which torch and safetensors report with their own exception types."""
     if isinstance(error, OSError):
         return error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
     return any(sign in str(error) for sign in ("No space left", "File too large", "quota exceeded", "inline_container"))
 
 
 def _file_limit(error: BaseException) -> str | None:
-    """The limit on the size of a file that was met; None: the disk is full."""
+    """Return the file-size limit that a failed write exceeded; None: the disk is full."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     limited, said = limit != resource.RLIM_INFINITY, str(error)
     if isinstance(error, OSError):
         met = error.errno == errno.EFBIG
     else:
-        met = "File too large" in said or (limited and "inline_container" in said)  # where torch names no reason
+        met = "File too large" in said or (limited and "inline_container" in said)  # torch's message has no reason
     if not met:
         return None
     return f": files of this process end at {_readable(limit)}" if limited else ""

@@ -1,6 +1,6 @@
-"""Objects of known classes as trees that `load_state` reads without executing code.
+"""Objects of known classes, represented as trees that `load_state` reads without executing code.
 
-A tree is a tensor, a number, a text, bytes or None, or a tuple of a kind and the content: ("list", items), ("tuple",
+A tree is a tensor, a number, a string, bytes or None, or a tuple of kind and content: ("list", items), ("tuple",
 items), ("dict", pairs), ("array", tensor), ("tensordict", batch size, pairs) or ("object", class name, batch size,
 fields).
 """
@@ -26,7 +26,7 @@ def to_tree(value: Any, classes: Classes) -> object:
     """Return a value as a tree.
 
     Raises:
-        TypeError: it contains an object of another class.
+        TypeError: the value contains an object of an unknown class.
     """
     kind = type(value)
     if value is None or kind in _PLAIN or isinstance(value, Tensor):
@@ -51,10 +51,10 @@ def to_tree(value: Any, classes: Classes) -> object:
 
 
 def from_tree(tree: Any, classes: Classes) -> Any:
-    """Return the value of a tree of `to_tree`; arrays of objects become lists.
+    """Return the value of which `to_tree` made a tree; arrays of objects become lists.
 
     Raises:
-        ValueError: it is not a tree of `to_tree`.
+        ValueError: it is not a tree made by `to_tree`.
     """
     if not isinstance(tree, tuple):
         return tree

@@ -1,4 +1,4 @@
-"""Builds a run of the kind that a configuration describes."""
+"""Builds the run that a configuration describes, for text or control."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def build(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activity: 
         begin: called with a description of each activity that starts.
 
     Raises:
-        ValueError: the inputs are not usable.
+        ValueError: inputs of the run, such as data or models, are unusable.
     """
     forget_imports()
     if loaded.config.sft.enable:

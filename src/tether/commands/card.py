@@ -22,7 +22,7 @@ from tether.text.models.model_path import KNOWN_MODELS
 
 README, CURVE = CARD
 MACHINE_KEYS = ("resume_mode", "resume_from_path", "default_local_dir", "device")
-"""Keys of `trainer` that are omitted, because they depend on the machine and do not change the result."""
+"""Keys of `trainer` that the card omits, because they depend on the machine and do not change the result."""
 MAX_TABLE_ROWS = 12
 
 
@@ -36,7 +36,7 @@ def write_card(path: Path) -> Path:
         Path of the README.
 
     Raises:
-        ValueError: there is no checkpoint, it has a README already, or the folder cannot be written.
+        ValueError: there is no checkpoint, it already has a README, or the folder cannot be written.
     """
     checkpoint = checkpoint_at(path)
     folder = checkpoint / "actor"
@@ -124,7 +124,7 @@ def _base(config: RunConfig) -> str:
 
 
 def _task(config: RunConfig) -> str:
-    """Return the environment or the names of the training files."""
+    """Return the name of the environment or of the training files."""
     if config.env.train.id is not None:
         return config.env.train.id
     files = config.data.train_files

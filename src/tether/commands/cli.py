@@ -1,4 +1,4 @@
-"""The `tether` command. Heavy modules are imported inside the commands that need them, so that help is instant."""
+"""The `tether` command. Heavy modules are imported inside the commands that need them, so that help is fast."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ if TYPE_CHECKING:
 
 
 class BadValue(Exception):
-    """A value that an option or an argument of the command line cannot have."""
+    """A command-line option or argument has an invalid value."""
 
 
 class Commands(TyperGroup):
-    """The commands, which report a bad value in one line as they do for keys; typer prints the usage before it."""
+    """The group of commands, which reports a bad value in one line, as for keys, without typer's usage text."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
-            if type(error) is not typer.BadParameter:  # a missing argument, for which the usage is what to say
+            if type(error) is not typer.BadParameter:  # a missing argument, for which printing the usage is right
                 raise
             raise BadValue(_bad_value(error)) from None
 
 
 def _bad_value(error: typer.BadParameter) -> str:
-    """Return what is wrong with the value of an option, which typer does not say of each type."""
+    """Return what is wrong with the value of an option, with the value, which typer omits for some types."""
     names, given = error.param.opts if error.param else [], None
     for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
         name, has_value, value = word.partition("=")
@@ -74,7 +74,7 @@ app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich's tables of options cut their names on a terminal of 80 columns
+    rich_markup_mode=None,  # rich's option tables cut off names on a terminal of 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = typer.Typer(name="config", help="Inspect a configuration without running it.", no_args_is_help=True)
@@ -112,8 +112,8 @@ def _with_threads(overrides: Sequence[str] | None, threads: int | None) -> list[
 @contextmanager
 def _importing() -> Iterator[None]:
     """Disable garbage collection during imports of torch and transformers."""
-    # They create a million objects that stay alive. Collections during the import and at exit would only take time.
-    if "torch" in sys.modules:  # the process of another program, which may have garbage
+    # These imports create a million objects that stay alive; collecting during import and at exit only costs time.
+    if "torch" in sys.modules:  # the process belongs to another program, which may have garbage to collect
         yield
         return
     gc.disable()
@@ -126,7 +126,7 @@ def _importing() -> Iterator[None]:
 
 @contextmanager
 def _loading(what: str, screen: Screen) -> Iterator[None]:
-    """Show at once what the imports of the block are for, since they take seconds."""
+    """Show immediately why the imports in the block are needed, since they take seconds."""
     with Activity(screen) as activity, _importing():
         activity.begin(f"loading {what}")
         yield
@@ -148,10 +148,10 @@ def _load(
         arguments: a file or the name of a recipe, and overrides.
         config_path: folder of the configuration.
         config_name: name of a file in `config_path`.
-        files: also report files, models and functions that are missing.
-        reward_inputs: check only the inputs of a reward.
-        note: check every row, and call this with what is missing only on this machine.
-        check: an additional check, where `files` is not set.
+        files: whether to also report missing files, models and functions.
+        reward_inputs: whether to check only the inputs of a reward.
+        note: called with problems that only this machine has; if it is set, every row of the data is checked.
+        check: an additional check, used if `files` is not set.
     """
     from tether.config import load_config
     from tether.text.input_checks import missing_anywhere, missing_inputs, missing_reward_inputs
@@ -168,10 +168,10 @@ def _load(
 
 
 def _split(arguments: Sequence[str] | None) -> tuple[Path | None, list[str]]:
-    """Split arguments into the file, which may be that of a recipe, and the overrides.
+    """Split arguments into the file, which may be a recipe's, and the overrides.
 
     Raises:
-        ValueError: the first one is nearly the name of a recipe, or as `recipe_file`.
+        ValueError: the first argument is similar to the name of a recipe, or `recipe_file` raises it.
     """
     if not arguments:
         return None, []
@@ -450,7 +450,7 @@ def plan(
     config_path: ConfigPath = None,
     config_name: ConfigName = None,
 ) -> None:
-    """Say what a run needs before it is started: memory by phase, time, price; exits with 1 if it does not fit.
+    """Estimate what a run needs before it is started: memory by phase, time, price; exits with 1 if it does not fit.
 
     Given the folder of a run, compare it with its plan, and correct later plans for the device.
 
@@ -626,14 +626,14 @@ BROKEN_PIPE = 128 + signal.SIGPIPE
 def main() -> None:
     """Run the command line; an error that the user can fix is printed without a traceback, with exit code 2.
 
-    If stdout is closed before a command has printed everything, the exit code is 141 and nothing is reported, as for
-    other programs; on a full disk it is 2. Commands that write files, such as training, continue and exit as usual.
+    If stdout is closed before a command has printed everything, the exit code is 141 and nothing is reported, as is
+    usual for programs; on a full disk it is 2. Commands that write files, such as training, continue and exit as usual.
     """
     prepare_standard_streams()
     if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # packages would draw their progress bars in files and pipes
+        os.environ.setdefault("TQDM_DISABLE", "1")  # otherwise libraries would draw progress bars in files and pipes
     hide_warnings_of_packages()
-    search_also(Path.cwd())  # as `python -m` does, because a user's files import packages in the working directory
+    search_also(Path.cwd())  # like `python -m`, because a user's files import packages from the working directory
     red = None if os.environ.get("NO_COLOR") else typer.colors.RED
     try:
         app()
@@ -661,10 +661,10 @@ def main() -> None:
 
 
 def _for_the_user(error: Exception) -> str | None:
-    """Return the message of an error that the user can fix; None for a bug.
+    """Return the message of an error that the user can fix, or None for a bug.
 
     Such errors are tether's own classes, ValueErrors that tether raised, a full or read-only disk, and a lack of
-    memory. A ValueError of a library or of the user's code needs its traceback to be understood.
+    memory. A ValueError raised by a library or by the user's code is not one of them, because it needs its traceback.
     """
     if "torch" in sys.modules:
         from tether.loop.engine import out_of_memory_message

@@ -29,7 +29,7 @@ def pretrain_critic(
         held_out: share of held-out prompts.
 
     Raises:
-        ValueError: the folder of rollouts is missing in the configuration, or they are not usable.
+        ValueError: the configuration has no folder of rollouts, or the rollouts are unusable.
     """
     disable_progress_bar()
     trainer = loaded.config.trainer

@@ -1,4 +1,4 @@
-"""`tether data`: download of published datasets. Heavy modules are imported inside, so that help is instant."""
+"""`tether data`: download of published datasets. Heavy modules are imported inside, so that help is fast."""
 
 from __future__ import annotations
 

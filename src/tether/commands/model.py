@@ -39,7 +39,7 @@ def generate(
     with ``@`` is written with ``@@``.
 
     Raises:
-        ValueError: a file of prompts is unreadable or empty, or an argument is invalid.
+        ValueError: a prompt file is unreadable or empty, or an argument is invalid.
     """
     disable_progress_bar()
     prompts = [text for prompt in prompts for text in _read_prompts(prompt)]
@@ -92,7 +92,7 @@ def export(checkpoint: Path, kind: str, out: Path) -> None:
         out: the new folder or file.
 
     Raises:
-        ValueError: the policy cannot be written so, or the new folder or file exists.
+        ValueError: the policy cannot be written in this format, or the folder or file already exists.
     """
     if kind not in EXPORTS:
         raise ValueError(f"--to={kind}: give one of {', '.join(EXPORTS)}.{did_you_mean(kind, EXPORTS)}")

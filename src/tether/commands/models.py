@@ -1,4 +1,4 @@
-"""`tether model`: download and export of models. Heavy modules are imported inside, so that help is instant."""
+"""`tether model`: download and export of models. Heavy modules are imported inside, so that help is fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tether plan`: what a run needs before it is started."""
+"""`tether plan`: estimates what a run needs before it is started."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from tether.runtime.terminal import Screen
 
 Check = Callable[[RunConfig], Sequence[Problem]]
 LoadConfig = Callable[[Sequence[str], Check], LoadedConfig]
-"""Loads the configuration of the arguments, with an additional check."""
+"""Loads the configuration from the arguments, and applies an additional check."""
 DOES_NOT_FIT = 1
 HERE = (None, "this")
-"""Values of --device and --nodes that mean this machine."""
+"""Values of --device and --nodes that stand for this machine."""
 WIDTH, GAP = 120, 2
-"""Columns of a table, and between two of its own."""
+"""Width of the output, and the gap between two columns of a table."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of the command."""
+    """Options of `tether plan`."""
 
     device: str | None = None
     nodes: int | None = None
@@ -61,12 +61,12 @@ class PlanOptions:
     as_json: bool = False
     brief: bool = False
     host_memory: float | None = None
-    """GiB of a machine; None: of this one if it is planned for, else unknown."""
+    """GiB of host memory per machine; None: measured if the plan is for this machine, else unknown."""
     assumptions: Assumptions = NOTHING_GIVEN
 
 
 def read_price(text: str | None) -> tuple[float, str] | None:
-    """Return the price of a device for an hour and its currency.
+    """Return the price of a device per hour and its currency.
 
     Raises:
         ValueError: the number or the currency is missing.
@@ -162,7 +162,7 @@ def show_control_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     """Print the plan of a run in a simulator, and return the exit code: 1 if it does not fit.
 
     Raises:
-        ValueError: this kind of run is not planned.
+        ValueError: this kind of run cannot be planned.
     """
     screen = Screen(stderr=options.as_json)
     screen.print(f"{loaded.config.env.train.id}: measuring the simulator and the policy, which takes some seconds")
@@ -182,7 +182,7 @@ def show_control_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
 
 
 def _source_of_steps(loaded: LoadedConfig, assumptions: Assumptions) -> str:
-    """Return where the number of steps is from."""
+    """Return how the number of steps was determined."""
     trainer, rows = loaded.config.trainer, rows_of_data(loaded.config, assumptions)
     if trainer.total_training_steps is not None or rows is None:
         return "trainer.total_training_steps"
@@ -192,7 +192,7 @@ def _source_of_steps(loaded: LoadedConfig, assumptions: Assumptions) -> str:
 
 
 def _division(plan: Plan) -> str:
-    """Return the sentence that says what several ranks without `--device` mean."""
+    """Return a sentence about the meaning of several ranks without `--device`."""
     count, here = plan.cluster.count, plan.cluster.per_node
     if plan.cluster.device.is_cpu:
         return f"this one machine is divided: each of its {here} processes has 1/{here} of the memory and the rates"
@@ -200,7 +200,7 @@ def _division(plan: Plan) -> str:
 
 
 def show_comparison(run: Path, options: PlanOptions) -> int:
-    """Print a run beside its plan, keep the correction for its device, and return the exit code 0."""
+    """Print a run's measurements next to its plan, save the corrections for its device, and return the exit code 0."""
     loaded = settings_of(run)
     if loaded.config.env.train.id is not None:
         return _show_control_comparison(run, loaded, options)
@@ -212,7 +212,7 @@ def show_comparison(run: Path, options: PlanOptions) -> int:
     else:
         try:
             keep_corrections(device, results.corrections)
-        except ValueError as error:  # a home that is read-only
+        except ValueError as error:  # a read-only home directory
             message = f"later plans are not corrected: {error}"
     rows = [
         (phase, span(planned), f"{seconds:.2f} s", f"{seconds / planned.middle:.2f}")
@@ -229,7 +229,7 @@ def show_comparison(run: Path, options: PlanOptions) -> int:
 
 
 def _show_control_comparison(run: Path, loaded: LoadedConfig, options: PlanOptions) -> int:
-    """Print a run in a simulator beside its plan, which is measured now."""
+    """Print the measurements of a run in a simulator next to its plan, which is measured now."""
     from tether.control.plan import plan_control  # imports torch
 
     medians, plan = medians_of(run), plan_control(loaded)

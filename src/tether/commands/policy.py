@@ -80,9 +80,9 @@ class Policy:
             n: responses per prompt.
             max_new_tokens: maximum number of tokens of a response.
             temperature: sampling temperature; 0 is greedy.
-            top_p: keep the smallest set of tokens whose mass reaches this.
-            top_k: keep the k most likely tokens; -1 keeps all.
-            stop: texts before which a response ends.
+            top_p: sample from the smallest set of tokens whose total probability reaches this.
+            top_k: sample from the k most likely tokens; -1: from all.
+            stop: strings before which a response ends.
             system: a system message before every prompt.
             seed: seed of the sampling; equal seeds give equal responses.
 
@@ -124,10 +124,10 @@ class Policy:
         """Return the next action in the environment's action space.
 
         Args:
-            observation: an observation of the environment; or a batch, whose arrays have an additional first axis (all
-                arrays of a Dict or Tuple space), for one action per row.
-            deterministic: return the most likely action; otherwise sample one.
-            begins: whether this observation begins an episode; for a batch also one flag per row. It matters to
+            observation: an observation of the environment; or a batch, whose arrays (all of them in a Dict or Tuple
+                space) have an additional first axis, for one action per row.
+            deterministic: whether to return the most likely action instead of a sample.
+            begins: whether this observation begins an episode; for a batch also one flag per row. This matters for
                 policies with a memory or with action chunks.
 
         Raises:
@@ -164,13 +164,13 @@ def load(
     Args:
         folder: a ``global_step_N`` folder, or the folder of a run (its last checkpoint); for a language model also a
             model's directory, a GGUF file, a known name or a hub id, as for ``tether generate``.
-        env: the argument `env` of `tether.train`, if the run had one; only `Policy.make_env` needs it.
-        policy: the argument `policy` of `tether.train`, if the run had one.
-        seed: seed of the actions that a control policy samples with ``deterministic=False``.
+        env: the argument `env` that was passed to `tether.train`, if any; only `Policy.make_env` needs it.
+        policy: the argument `policy` that was passed to `tether.train`, if any.
+        seed: seed for actions that a control policy samples with ``deterministic=False``.
         num_threads: CPU threads of torch in this process; None: ``trainer.num_threads`` of the run, else
             ``OMP_NUM_THREADS``, else one per core that this process may use.
-        trust_remote_code: run Python code in a language model's repository; it is always run if the training had
-            ``actor_rollout_ref.model.trust_remote_code=True``.
+        trust_remote_code: whether to run Python code from a language model's repository; always true if the training
+            had ``actor_rollout_ref.model.trust_remote_code=True``.
 
     Raises:
         ValueError: there is no checkpoint, num_threads is below 1, or memory ran out.
@@ -212,13 +212,13 @@ def load(
 
 
 def _generator() -> Callable[..., Any]:
-    # Imported only if needed, like `build_agent`: the modules for one kind of policy are slow to load for the other.
+    # Imported only if needed, because the modules for one kind of policy are slow to import for the other.
     build: Callable[..., Any] = importlib.import_module("tether.text.sampling.build").build_generator
     return build
 
 
 def _check_class(checkpoint: Path, model: str) -> None:
-    """Refuse a model of a user's class, because transformers would load another class."""
+    """Refuse a model whose class was defined by the user, because transformers would load another class."""
     file = checkpoint / "actor" / "config.json"
     with reading(file, ANOTHER_CHECKPOINT):
         name = str(read_json(file, dict, ANOTHER_CHECKPOINT)["architectures"][0])
@@ -245,7 +245,7 @@ def load_saved(checkpoint: Path, overrides: Sequence[str]) -> LoadedConfig:
     """Load the configuration of a checkpoint.
 
     Relative paths in it, such as those of the data, refer to the folder in which the run was started. If that folder
-    can be inferred from the run's folder, files that exist only there are used from any working directory.
+    can be inferred from the run's folder, files that only exist there are found from any working directory.
     """
     saved, loaded = (load_config(checkpoint / "run.yaml", more) for more in ([], overrides))
     started_in = started_folder(saved.config, run_of(checkpoint.absolute()))
@@ -256,8 +256,7 @@ def load_saved(checkpoint: Path, overrides: Sequence[str]) -> LoadedConfig:
 
 
 def started_folder(config: RunConfig, run: Path) -> Path | None:
-    """Return the folder in which a run was started, inferred from the absolute path of the run's folder; None if it
-    cannot be."""
+    """Return the folder in which a run was started, inferred from the absolute path of the run's folder, or None."""
     folder = Path(config.trainer.default_local_dir)
     if folder.is_absolute() or run.parts[-len(folder.parts) :] != folder.parts:
         return None
@@ -265,14 +264,14 @@ def started_folder(config: RunConfig, run: Path) -> Path | None:
 
 
 def moved_files(values: Mapping[str, Any], started_in: Path) -> dict[str, Any]:
-    """Return the values of a configuration that name files which exist only in the folder of the start, with their
-    paths there."""
+    """Return the values of a configuration that name files which only exist in the folder where the run was started,
+    with their paths there."""
     moved = {key: _in_folder(started_in, value) for key, value in values.items()}
     return {key: value for key, value in moved.items() if value != values[key]}
 
 
 def _in_folder(folder: Path, value: Any) -> Any:
-    """Prefix each file name that exists only in `folder` with it (``a.jsonl?question=q``, ``a.py:NAME``)."""
+    """Prefix file names that only exist in `folder` with it (``a.jsonl?question=q``, ``a.py:NAME``)."""
     if isinstance(value, Mapping):
         return {key: _in_folder(folder, inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -304,7 +303,7 @@ def _cut_at_stop(
     """Cut a response at the first stop text.
 
     Returns:
-        The tokens up to the one that completes the stop text, the text before it, and whether there is one.
+        The tokens up to the one that completes the stop text, the text before the stop text, and whether one was found.
     """
     text = decode(tokenizer, tokens, skip_special_tokens=True)
     positions = [position for stop in stops if (position := text.find(stop)) >= 0]

@@ -43,13 +43,13 @@ def train(
     env: Callable[..., object] | str | None = None,
     policy: object = None,
 ) -> TrainingResult:
-    """Train as `tether train` does: an existing run in the same folder resumes, and a signal stops it after a step.
+    """Train like `tether train`: an existing run in the same folder resumes, and a signal stops it after a step.
 
-    An argument that replaces a key can also be a text, such as an id or a path, which is then the value of that key.
+    An argument that replaces a key can also be a string, such as an id or a path, which becomes the value of that key.
 
     Args:
         config: a YAML file, or its content as a mapping; None: there are only overrides.
-        overrides: overrides of the configuration: a mapping (``{"trainer.total_epochs": 2}``), or texts as on the
+        overrides: overrides of the configuration: a mapping (``{"trainer.total_epochs": 2}``), or strings as on the
             command line (``["trainer.total_epochs=2"]``).
         callbacks: objects with any of ``on_step_end(step, metrics)``, ``on_evaluation(step, metrics)`` and
             ``on_checkpoint(step, path)``. An exception in one ends the run, after a checkpoint of the completed step.
@@ -61,11 +61,11 @@ def train(
         tokenizer: a tokenizer instead of ``actor_rollout_ref.model.tokenizer_path``; required with a model.
         env: a class or function instead of ``env.train.id``, which returns a new `gymnasium.Env` at each call; with an
             argument ``num_envs`` returns a `gymnasium.vector.VectorEnv`.
-        policy: a `torch.nn.Module` instead of ``policy.model_type``, of which a copy is trained; or its class.
+        policy: a `torch.nn.Module` instead of ``policy.model_type``, or its class; a copy is trained.
 
     Raises:
         ValueError: another run is active in this process, or a callback, an object, the configuration, its inputs, or
-            the checkpoint to resume from is not usable.
+            the checkpoint to resume from is unusable.
     """
     checked_callbacks = Callbacks(callbacks)
     arguments = {
@@ -115,7 +115,7 @@ def _as_overrides(settings: Settings) -> Iterator[Override | str]:
 
 
 def _plain(value: object) -> object:
-    """Convert a value to types of YAML."""
+    """Convert a value to types that YAML supports."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""`tether recipe`: the recipes in tether, and copies of them to edit."""
+"""`tether recipe`: the recipes that come with tether, and editable copies of them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def recipe_names() -> list[str]:
 
 
 def recipe_file(name: str) -> Path | None:
-    """Return the file of `tether train NAME`: that of a copy in the working directory, otherwise the recipe's own.
+    """Return the file of `tether train NAME`: from a copy in the working directory, or else from the recipe itself.
 
     Raises:
-        ValueError: the recipe uses further files by paths relative to the working directory, and they are missing.
+        ValueError: the recipe uses further files, with paths relative to the working directory, that are missing.
     """
     copy, shipped = Path("recipes", name, "run.yaml"), FOLDER / name / "run.yaml"
     if copy.is_file():
@@ -42,7 +42,7 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
     """Copy a recipe, and the recipes whose files it uses, to ``folder/recipes``, and return the new folders.
 
     Raises:
-        ValueError: there is no such recipe, or a copy exists already.
+        ValueError: there is no such recipe, or a copy already exists.
     """
     names = recipe_names()
     if name not in names:

@@ -28,7 +28,7 @@ EPISODES = (
     "env/return",
     "env/success_once",
 )
-"""Reported metrics of a control run."""
+"""Metrics that are reported for a control run."""
 AUXILIARY = {"questions": ("num_distinct", "{:.0f} distinct"), "most frequent answer": ("majority_answer", "{:.3f}")}
 """Column next to a held-out score -> its metric and format."""
 SAMPLES_SHOWN = 3
@@ -62,7 +62,7 @@ def show_report(directory: Path, console: Screen, command: str) -> None:
 
 
 def command_to_resume(command: str, loaded: LoadedConfig, step: int, total_steps: int) -> str:
-    """Return the command that resumes a run which ended at `step`."""
+    """Return the command that resumes a run which ended after `step`."""
     trainer = loaded.config.trainer
     if trainer.resume_mode != "auto":
         command = f"{_without(command, 'trainer.resume_mode')} trainer.resume_mode=auto '~trainer.resume_from_path'"
@@ -80,10 +80,10 @@ def _without(command: str, key: str) -> str:
 
 
 def next_commands(checkpoint: Path | None, command: str) -> list[str]:
-    """Return lines with the last checkpoint and the commands that use it."""
+    """Return lines with the path of the last checkpoint and the commands that use it."""
     if checkpoint is None:
         return ["checkpoint  none saved: trainer.save_freq is 0. Set it to -1 to keep the last step's."]
-    resume = [f"resume      {command}"] if (checkpoint / TRAINING).is_dir() else []  # else it has only weights
+    resume = [f"resume      {command}"] if (checkpoint / TRAINING).is_dir() else []  # otherwise it only has weights
     actor = checkpoint / "actor"
     folder = shlex.quote(str(checkpoint))
     if (actor / "config.json").is_file():
@@ -91,7 +91,7 @@ def next_commands(checkpoint: Path | None, command: str) -> list[str]:
         merged = f", merged; its adapter: {adapter}" if adapter.is_dir() else ""
         return [
             f"checkpoint  {checkpoint}   (the policy: {actor}{merged})",
-            f'try it      tether generate {folder} "your question"',  # its run.yaml says whether code may be run
+            f'try it      tether generate {folder} "your question"',  # its run.yaml records whether remote code may run
             *resume,
         ]
     env_type = (saved_values(checkpoint / "run.yaml") or {}).get("env.eval.env_type")
@@ -104,7 +104,7 @@ def next_commands(checkpoint: Path | None, command: str) -> list[str]:
 
 
 def how_it_stopped(result: TrainingResult) -> str:
-    """Return a line that says what stopped a run, and what the same command does next."""
+    """Return a line about what stopped a run, and what running the same command again does."""
     after = f"after step {result.step} of {result.total_steps}"
     if result.stopped_by == "trainer.stop_at_score":
         return f"trainer.stop_at_score was reached {after}; raise it to continue"
@@ -138,7 +138,7 @@ def _scores(steps: Mapping[int, Mapping[str, float]]) -> Table:
         for name, pick in (("first", min), ("last", max))
     ]
     columns = [*ends, "change", "best"]
-    if all(len(series) == 1 for series in rows.values()):  # nothing to compare with
+    if all(len(series) == 1 for series in rows.values()):  # there is nothing to compare with
         columns = ends[:1]
     for column in ("", *columns, *auxiliary):
         table.add_column(column)

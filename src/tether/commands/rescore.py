@@ -1,7 +1,7 @@
 """The process behind `tether view --rescore`: python -m tether.commands.rescore
 
-It reads a request of `tether.view.rescoring` from its stdin, and writes the outcome of each response as JSON. Models
-that score compute on the CPU: a GPU may be busy with the run.
+It reads a request of `tether.view.rescoring` from its stdin, and writes the outcome of each response as JSON. Reward
+models compute on the CPU, because a GPU may be busy with the run.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tether.text.rewards.outcome import Dialogue, RewardError, RewardOutcome, Re
 from tether.types import JsonObject
 
 MAX_WORKERS = 4
-"""Reward processes, beside a run that may train on this machine."""
+"""Maximum number of reward processes, since a run may be training on this machine."""
 MAX_CHARACTERS = 10_000
-"""Length of a text that a reward returns in addition to the score."""
+"""Maximum length of a text that a reward returns in addition to the score."""
 
 
 def rescore(values: JsonObject, folder: Path, reward: str | None, responses: Sequence[JsonObject]) -> list[JsonObject]:
@@ -44,11 +44,11 @@ def rescore(values: JsonObject, folder: Path, reward: str | None, responses: Seq
         values: the recorded configuration of the run.
         folder: folder of the run.
         reward: ``FILE.py:NAME`` of a function instead of the reward of the run.
-        responses: the index of the row of each, its text (None: only token ids were recorded in full), and the token
-            ids of prompt and response (None: they were not recorded).
+        responses: for each response its row in the dataset, its text (None: only token ids were recorded completely),
+            and the token ids of prompt and response (None: not recorded).
 
     Raises:
-        ValueError: the reward cannot be loaded or needs what was not recorded, or the data are missing.
+        ValueError: the reward cannot be loaded or needs inputs that were not recorded, or the data are missing.
     """
     config = _config(values, folder, reward, len(responses))
     _check(config, responses)
@@ -79,8 +79,9 @@ def _request(row: Row, response: JsonObject, tokenizer: PreTrainedTokenizerBase 
 
 
 def _config(values: JsonObject, folder: Path, reward: str | None, count: int) -> RunConfig:
-    """Return the configuration of a run with the reward that is to score `count` responses of it."""
-    with TemporaryDirectory() as temporary:  # from a file, because that of an older version lacks newer keys
+    """Return the configuration of a run with the reward that is to score `count` of its responses."""
+    # Loaded from a file, because configurations of older versions lack newer keys.
+    with TemporaryDirectory() as temporary:
         file = Path(temporary) / "run.yaml"
         file.write_text(yaml.safe_dump(values))
         try:
@@ -109,10 +110,10 @@ def _as_json(row: Row, outcome: RewardOutcome, seconds: float) -> JsonObject:
 
 
 def _check(config: RunConfig, responses: Sequence[JsonObject]) -> None:
-    """Refuse a reward that needs more than what a run records.
+    """Refuse a reward that needs inputs which a run does not record.
 
     Raises:
-        ValueError: the message names the key and says what is missing.
+        ValueError: the message names the key and what is missing.
     """
     rollout, reward, files = config.actor_rollout_ref.rollout, config.reward_model, config.data.train_files
     if rollout.multi_turn.enable or rollout.agent.plays_endpoint:
@@ -141,11 +142,11 @@ def _check(config: RunConfig, responses: Sequence[JsonObject]) -> None:
 
 def main() -> None:
     """Answer one request."""
-    os.nice(10)  # what trains on this machine goes first
+    os.nice(10)  # lower priority than training on this machine
     search_also(Path.cwd())
     request = json.load(sys.stdin)
     with os.fdopen(os.dup(1), "w") as stdout:
-        os.dup2(2, 1)  # what a reward prints is no part of the answer
+        os.dup2(2, 1)  # keeps prints of a reward out of the answer
         try:
             outcomes = rescore(request["config"], Path(request["folder"]), request["reward"], request["responses"])
             answer: JsonObject = {"outcomes": outcomes}

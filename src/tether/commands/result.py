@@ -15,14 +15,14 @@ from tether.commands.policy import Policy, load
 from tether.metrics.loggers import HELD_OUT_LOSS, read_metrics, validation_means
 
 HELD_OUT = "val-core"
-"""Name of the score if there are several data sources: the mean of their held-out scores."""
+"""Name of the score if there are several data sources; it is the mean of their held-out scores."""
 SCORES = (HELD_OUT_LOSS, "eval/return", "critic/score/mean", "env/return")
-"""Scores of a run without held-out prompts; the first one that was logged counts."""
+"""Scores of runs without held-out prompts; the first one that was logged is used."""
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The result of a run that ended or was stopped; for a resumed run, since its beginning."""
+    """The result of a run that ended or was stopped; for a resumed run, counted from its original start."""
 
     folder: Path
     """Folder with checkpoints, logs and samples."""
@@ -32,22 +32,22 @@ class TrainingResult:
     """Number of completed training steps."""
     total_steps: int
     score: str
-    """Name of the metric of the scores: of evaluations if there were any, otherwise of training; "" without one."""
+    """Name of the metric used as the score: of evaluations if there were any, else of training; "" without one."""
     best_score: float
     """The best score; NaN if there is none."""
     best_step: int | None
     last_score: float
     metrics: list[dict[str, float]] = field(repr=False)
-    """One dict per logged step: "step" and those of `tether.metrics.keys` that were logged."""
+    """One dict per logged step: "step", and the metrics (`tether.metrics.keys`) that were logged."""
     stopped_by: str | None = None
     """The signal or the setting (trainer.on_collapse, trainer.stop_at_score) that stopped the run before its last step.
     """
     best_checkpoint: Path | None = None
-    """Checkpoint of the best evaluation; None: it was not kept (trainer.keep_best)."""
+    """Checkpoint of the best evaluation; None: not kept (trainer.keep_best)."""
 
     @cached_property
     def model(self) -> Policy:
-        """Return the policy of the last checkpoint, as `tether.load` does; it is loaded at the first access.
+        """Return the policy of the last checkpoint, loaded by `tether.load` at the first access.
 
         Raises:
             ValueError: no checkpoint was saved.
@@ -62,7 +62,7 @@ class TrainingResult:
         return self.stopped_by == "trainer.on_collapse"
 
     def column(self, key: str) -> list[float]:
-        """Return a metric for every logged step; NaN for steps that did not log it.
+        """Return the values of a metric for every logged step; NaN for steps that did not log it.
 
         Raises:
             ValueError: no step logged it.
@@ -109,7 +109,7 @@ def read_result(folder: Path, *, step: int, total_steps: int, stopped_by: str | 
 
 
 def run_scores(steps: Mapping[int, Mapping[str, float]]) -> tuple[str, dict[int, float]]:
-    """Return the name of the score (`TrainingResult.score`) and its value for each step that has one."""
+    """Return the name of the score (`TrainingResult.score`), and its value for each step that has one."""
     evaluated = {step: validation_means(metrics) for step, metrics in steps.items()}
     if keys := {key for means in evaluated.values() for key in means}:
         scores = {step: fmean(means.values()) for step, means in evaluated.items() if means}

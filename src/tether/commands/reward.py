@@ -40,7 +40,7 @@ MEANINGS = {
 
 
 def check_reward(loaded: LoadedConfig, *, rows: int, samples: int, out: Path | None) -> bool:
-    """Show the scores of replies of known quality, and return whether the reward has no fault.
+    """Show the scores of replies of known quality, and return whether no fault of the reward was found.
 
     Args:
         loaded: a configuration of a text run.
@@ -49,7 +49,7 @@ def check_reward(loaded: LoadedConfig, *, rows: int, samples: int, out: Path | N
         out: path of the plot; None: no plot.
 
     Raises:
-        ValueError: inputs are not usable, or this is a control run, whose rewards come from the simulator.
+        ValueError: inputs are unusable, or this is a control run, whose rewards come from the simulator.
     """
     if loaded.config.env.train.id is not None:
         raise ValueError("env.train.id: the rewards of a control run come from its simulator and cannot be checked")
@@ -117,7 +117,7 @@ def _table(audited: Audit) -> Table:
 
 
 def _check_plot_path(out: Path) -> None:
-    """Check that the plot can be written, before anything is scored."""
+    """Check that the plot can be written before anything is scored."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:

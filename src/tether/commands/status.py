@@ -18,7 +18,7 @@ DELETE = "Delete it; an active run writes it again"
 
 
 RUNS = Path("checkpoints")
-"""Where runs are by default, below the working folder (`trainer.default_local_dir`)."""
+"""Default folder of runs, in the working folder (`trainer.default_local_dir`)."""
 
 
 def status(
@@ -48,7 +48,7 @@ def show_runs(folder: Path) -> None:
     for run in sorted(runs, key=lambda run: runs[run]):
         try:
             line = _last_step(run)
-        except ValueError as error:  # a broken file of one run hides no other
+        except ValueError as error:  # a broken file of one run must not hide other runs
             line = str(error)
         screen.print(line, soft_wrap=True)
 

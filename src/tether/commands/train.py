@@ -25,13 +25,13 @@ from tether.runtime.terminal import Activity, Screen
 
 @dataclass(frozen=True)
 class _Lost:
-    """An attempt that ended because a rank was lost."""
+    """An attempt to train that ended because a rank was lost."""
 
     step: int | None
-    """Step in progress when the rank was lost; None: the models were being built."""
+    """Step in progress when the rank was lost; None: the models were still being built."""
     reason: str
     instead: tuple[str, int] | None = None
-    """Key and value with which the same run fits into memory, as in `RankLost`."""
+    """Key and value with which the run should fit into memory, as in `RankLost`."""
 
     @property
     def when(self) -> str:
@@ -40,11 +40,11 @@ class _Lost:
 
 @dataclass(frozen=True)
 class _Rollback:
-    """An attempt that ended because the policy has collapsed."""
+    """An attempt to train that ended because the policy collapsed."""
 
     collapsed: int
     target: Path
-    """Checkpoint of an earlier step."""
+    """Checkpoint of an earlier step, to which the run returns."""
 
 
 @named_out_of_memory()
@@ -56,7 +56,7 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
     checkpoint. Callbacks are then called again for repeated steps.
 
     Raises:
-        ValueError: inputs are not usable, a checkpoint belongs to another run, the preflight refuses the run, or memory
+        ValueError: inputs are unusable, a checkpoint belongs to another run, the preflight refuses the run, or memory
             ran out.
         RankLost: ranks were lost more often than ``trainer.max_restarts``, or twice in the same step.
     """
@@ -73,7 +73,7 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
             screen.print(f"after step {ended.collapsed} the run goes back to {ended.target}", style="bold yellow")
             continue
         max_restarts = loaded.config.trainer.max_restarts
-        if ended.instead and max_restarts:  # these do not count, because the value is halved until it is 1
+        if ended.instead and max_restarts:  # not counted, because the value is halved until it is 1
             loaded, start = _resume_config(loaded, ended)
             key, value = ended.instead
             loaded = loaded.with_values({key: value}, "what fits into memory")
@@ -101,7 +101,7 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
 
 
 def memory_warning(config: RunConfig) -> str | None:
-    """Return a sentence if a run on text does not fit into the memory of its devices; None also if that is unknown."""
+    """Return a sentence if a text run does not fit into its devices' memory; None if it fits or that is unknown."""
     if config.env.train.id is not None or config.trainer.check_memory == "off":
         return None
     device = resolve_device(config.trainer.device)
@@ -112,7 +112,7 @@ def memory_warning(config: RunConfig) -> str | None:
     machine = Device(device.type, memory, 1, 1, 1, is_cpu=device.type == "cpu", bfloat16=computes_in_bfloat16(device))
     try:
         plan = Planner(config, machine, host_memory=host_memory()).plan()
-    except ValueError:  # a model whose sizes are not known, or a problem that the run itself reports
+    except ValueError:  # the sizes of the model are unknown, or the run itself reports the problem
         return None
     if plan.verdict != "does not fit":
         return None
@@ -124,7 +124,7 @@ def memory_warning(config: RunConfig) -> str | None:
 
 
 def _attempt(loaded: LoadedConfig, callbacks: Callbacks, screen: Screen) -> TrainingResult | _Lost | _Rollback:
-    """Train with one set of processes, which have all ended when this returns."""
+    """Train with one set of processes, all of which have ended when this returns."""
     try:
         with Activity(screen) as activity:
             run = build(loaded, activity.begin)
@@ -166,8 +166,8 @@ def _attempt(loaded: LoadedConfig, callbacks: Callbacks, screen: Screen) -> Trai
 
 
 def _resume_config(loaded: LoadedConfig, lost: _Lost) -> tuple[LoadedConfig, str]:
-    """Return the configuration of the next attempt, and a text that says where it starts."""
-    # Until an attempt has been built, the checkpoints in the folder may belong to an earlier run.
+    """Return the configuration of the next attempt, and a text that says from where it starts."""
+    # Until the models of an attempt are built, the checkpoints in the folder may belong to an earlier run.
     trainer = loaded.config.trainer
     saved = CheckpointStore(Path(trainer.default_local_dir)).last_saved()
     if lost.step is None or saved is None or trainer.val_only:
@@ -176,7 +176,7 @@ def _resume_config(loaded: LoadedConfig, lost: _Lost) -> tuple[LoadedConfig, str
 
 
 def _run_preflight(run: Run, screen: Screen) -> None:
-    """Sample before the first step, and refuse a run that cannot be intended."""
+    """Sample before the first step, and refuse a run with a finding that prevents it."""
     with Activity(screen) as activity:
         activity.begin("preflight: sampling")
         checked = run.preflight()

@@ -106,7 +106,7 @@ def view(
 
         typer.echo(write_page([RunFolder(folder) for folder in folders], export))
     else:
-        for package in ("starlette", "uvicorn"):  # before an address is printed that would lead nowhere
+        for package in ("starlette", "uvicorn"):  # checked before an address is printed that would not work
             if find_spec(package) is None:
                 raise ValueError(
                     f"tether view needs {package}: {pip_install('view')}; --export FILE.html and --json need nothing"
@@ -130,7 +130,7 @@ class Query:
 
     @property
     def given(self) -> list[str]:
-        """The options that were given, as they are written."""
+        """The options that were given, as written on the command line."""
         return [f"--{name}" for name, value in asdict(self).items() if value is not None]
 
 
@@ -199,7 +199,7 @@ def _rescored(run: RunFolder, query: Query, reward: str | None) -> object:
 
 
 def _one_sample(query: Query) -> tuple[int, int]:
-    """Return step and row of the sample that a query names."""
+    """Return the step and the row of the sample that a query selects."""
     if query.sample is None:
         raise ValueError("--token: name its step and sample, too: --step N --sample ROW --token INDEX")
     if query.step is None:

@@ -1,4 +1,4 @@
-"""The configuration of a run, with verl's key names; all of it is checked before heavy modules are loaded.
+"""The configuration of a run, with verl's key names; it is checked completely before heavy modules are imported.
 
 ::
 
@@ -90,8 +90,8 @@ __all__ = [
     "with_values",
 ]
 
-# A section that stands in a room imports its base class from this package, which lists the section: nothing is imported
-# before it is asked for, so that either may come first.
+# A section outside of this package imports its base class from here, and this package lists the section. Names are
+# therefore resolved lazily, so that either module can be imported first.
 _FOUND_IN = {
     name: module
     for module, names in {

@@ -1,4 +1,4 @@
-"""Rank and scale of the LoRA adapter that a model starts from, where the user gives no rank."""
+"""Rank and scale of the LoRA adapter that a model starts from, for runs that do not set a rank."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from tether.config.loading.settings import Settings
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""The description of an adapter in its folder, as peft writes it."""
+"""Name of the description file in an adapter's folder, as peft writes it."""
 
 
 def take_from_adapters(settings: Settings) -> None:
     """Set ``lora_rank`` and ``lora_alpha`` of models that start from an adapter to the adapter's.
 
-    A rank of 0, which verl's printed configurations have then, counts as none. What is no adapter is left for the
-    check of the run's files.
+    A configured rank of 0, which verl's printed configurations contain in this case, counts as unset. A folder that is
+    not an adapter is reported later, by the check of the run's files.
     """
     for model in ("actor_rollout_ref.model", "critic.model"):
         rank, path = settings.get(f"{model}.lora_rank"), settings.get(f"{model}.lora_adapter_path")

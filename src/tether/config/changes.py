@@ -1,4 +1,4 @@
-"""Differences between two configurations, for example of a run and of the checkpoint from which it resumes."""
+"""Differences between two configurations, for example between a run and the checkpoint from which it resumes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tether.config.problems import ConfigError
 from tether.config.schema.section import Inherits
 
 RESUMING = ("trainer.resume_mode", "trainer.resume_from_path")
-"""Keys of how a run is resumed, which do not change what it does."""
+"""Keys that control how a run is resumed, and do not change what it computes."""
 
 DRAW = ("data.", "algorithm.", "actor_rollout_ref.rollout.", "reward_model.", "custom_reward_function.",
         "trainer.async_mode", "trainer.seed")  # fmt: skip
@@ -32,19 +32,20 @@ NO_DRAW = (
     *(f"actor_rollout_ref.rollout.{key}" for key in _SAMPLER_KEYS),
     *(f"reward_model.{key}" for key in _REWARD_KEYS),
 )
-"""Prefixes of the keys among them that do not change a batch: for memory, machines and validation."""
+"""Prefixes of keys in `DRAW` that do not change a batch: settings of memory, machines and validation."""
 
 _ADAPTED, _OF_ADAPTERS = ("actor_rollout_ref.model", "critic.model"), ("lora_", "target_modules", "exclude_modules")
 AT_CONSTRUCTION = ("policy.", *(f"{model}.{key}" for model in _ADAPTED for key in _OF_ADAPTERS))
 """Prefixes of the keys that act when models are built; a resumed run loads its models from the checkpoint."""
 NOT_AT_CONSTRUCTION = (
     *(f"policy.{key}" for key in ("normalize_rewards", "clip_rewards", "tokenizer_path")),
-    *(f"policy.{key}" for key in ("model_type", "features_extractor")),  # checked by the parameters that they define
+    # Validated with the parameters of the network that they define.
+    *(f"policy.{key}" for key in ("model_type", "features_extractor")),
 )
 
 
 def saved_values(saved: Path) -> dict[str, object] | None:
-    """Return the flat table of a ``run.yaml``; None if a version with other keys wrote it."""
+    """Return the flat table of a ``run.yaml``, or None if it was written by a version with other keys."""
     try:
         values = _saved_values(saved.resolve(), saved.stat().st_mtime_ns)
     except (ConfigError, OSError):
@@ -52,7 +53,7 @@ def saved_values(saved: Path) -> dict[str, object] | None:
     return dict(values)
 
 
-@lru_cache(maxsize=16)  # a run that resumes asks four times
+@lru_cache(maxsize=16)  # a resuming run calls this four times
 def _saved_values(saved: Path, _modified: int) -> dict[str, object]:
     return values_of(load_config(saved, []).config)
 
@@ -68,7 +69,7 @@ def changes_since(
         saved: the ``run.yaml`` of a checkpoint.
         now: the configuration of the run that resumes.
         among: prefixes of the keys to compare.
-        without: prefixes of keys among them to omit.
+        without: prefixes of keys to omit.
     """
     then = saved_values(saved)
     if then is None:
@@ -88,7 +89,7 @@ def changes_since(
 
 
 def check_resumable(saved: Path, now: LoadedConfig) -> None:
-    """Check that a run that resumes does not change settings of models that were built before.
+    """Check that a resuming run does not change settings of models that already exist.
 
     Raises:
         ValueError: a key that only acts when models are built has changed, or the checkpoint has no critic.
@@ -113,7 +114,7 @@ def minimal_tree(loaded: LoadedConfig) -> dict[str, Any]:
     values = values_of(loaded.config)
     needed = [path for path, key in keys().items() if values[path] != key.default and not _follows(values, key)]
     again = values_of(load_config(None, [Override(path, values[path], delete=False) for path in needed]).config)
-    # A kind of run, such as a control run, may have other defaults than the schema.
+    # Some kinds of run, such as control runs, have other defaults than the schema.
     needed = [path for path in keys() if path in needed or values[path] != again[path]]
     shown: Any = loaded.shown()
     tree: dict[str, Any] = {}
@@ -125,6 +126,6 @@ def minimal_tree(loaded: LoadedConfig) -> dict[str, Any]:
 
 
 def _follows(values: Mapping[str, object], key: Key) -> bool:
-    """Whether a key has its inherited value."""
+    """Whether a key has the value that it would inherit."""
     inherits = key.inherits
     return inherits is not None and (inherits.equals is not None or values[key.path] == values[inherits.key])

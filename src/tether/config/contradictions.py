@@ -1,6 +1,7 @@
-"""All rules between keys, each of which reports one contradiction in a config before a model is loaded.
+"""All rules between keys, each of which reports one contradiction in a configuration before a model is loaded.
 
-They are in the `config_rules` of the parts that read the keys; `tether.config.rules` has those that parts share.
+They are defined in `config_rules` modules next to the code that reads the keys; `tether.config.rules` has the rules
+that several packages share.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Defaults of embodied runs, in which `env.train.id` is set.
 
 Text and embodied runs share the keys of the algorithm, the update and the trainer. This module has the defaults of
-embodied runs that differ from verl's for language models, by task. Whether a task has continuous actions follows from
-its id, from ``init_params.continuous``, or from the environment (`tether.control.build.fit_defaults`), which also
-shows whether all of an observation is pictures.
+embodied runs, by task, where they differ from verl's for language models. Whether a task has continuous actions follows
+from its id, from ``init_params.continuous``, or from the environment itself (`tether.control.build.fit_defaults`),
+which also shows whether observations consist of images only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SOURCE = "default of embodied runs"
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 
 COMMON: Mapping[str, object] = {
-    # The schema requires these keys, but an embodied run has no prompts and no language model.
+    # The schema requires these keys, but an embodied run has neither prompts nor a language model.
     "data.train_files": (),
     "actor_rollout_ref.model.path": "",
     "algorithm.gamma": 0.99,
@@ -40,7 +40,7 @@ COMMON: Mapping[str, object] = {
     "critic.loss_coef": 0.5,
     "policy.hidden_dim": 64,
     "policy.num_layers": 2,
-    # Networks this small are slower on several threads.
+    # Such small networks are slower on several threads.
     "trainer.num_threads": 1,
     "trainer.project_name": "control",
     "trainer.experiment_name": f"${{{SWITCH}}}",
@@ -69,11 +69,11 @@ CONTINUOUS: Mapping[str, object] = {
 MINIGRID: Mapping[str, object] = {
     **DISCRETE,
     "env.train.total_num_envs": 16,
-    # The text is the same in all episodes of most tasks.
+    # In most tasks the mission text is the same in all episodes.
     "env.train.drop_observations": ("mission",),
     "policy.model_type": "cnn_policy",
     "policy.hidden_dim": 128,
-    # The bytes are indices of objects (up to 10), colours and states.
+    # The bytes are indices: of objects (up to 10), of colours and of states.
     "policy.pixel_scale": 10.0,
     f"{ACTOR}.optim.lr": 1e-3,
 }
@@ -99,7 +99,7 @@ POLICIES: Mapping[str, Mapping[str, object]] = {
     **dict.fromkeys(VLA_TYPES, VLA),
     **dict.fromkeys(FLOW_TYPES, FLOW),
 }
-"""``policy.model_type`` -> defaults in addition to `COMMON`; those of `PRESETS` take precedence."""
+"""``policy.model_type`` -> defaults in addition to `COMMON`; `PRESETS` override them."""
 PRESETS: Mapping[str, Mapping[str, object]] = {
     **dict.fromkeys(
         (
@@ -111,7 +111,7 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "*MiniGrid-*": MINIGRID,
     "*": DISCRETE,
 }  # fmt: skip
-"""Pattern of ids -> defaults in addition to `COMMON`, close to those of CleanRL's PPO; the first match counts."""
+"""Pattern of ids -> defaults in addition to `COMMON`, close to those of CleanRL's PPO; the first match is used."""
 
 
 def is_embodied(settings: Settings) -> bool:
@@ -124,8 +124,8 @@ def with_defaults(settings: Settings, *, continuous: bool = False, pictures: boo
 
     Args:
         settings: the user's settings.
-        continuous: the environment has continuous actions, whatever its id is.
-        pictures: all of an observation is pictures.
+        continuous: whether the environment has continuous actions, whatever its id.
+        pictures: whether observations consist of images only.
     """
     if not is_embodied(settings):
         return settings
@@ -146,7 +146,7 @@ def _is_required(path: str) -> bool:
 
 
 def is_undecided(settings: Settings) -> bool:
-    """Whether the defaults depend on the environment itself."""
+    """Whether the defaults depend on properties of the environment that the settings do not show."""
     if not is_embodied(settings) or _requests_continuous(settings) or _preset(settings) is not DISCRETE:
         return False
     kinds = {key: settings[key].value for key in ("env.train.env_type", "policy.model_type") if key in settings}

@@ -1,7 +1,7 @@
-"""Devices of each model of a run: all of them, or a subset that is either its own or shared with other models.
+"""The devices of each model of a run: all of them, or a subset that the model has alone or shares with other models.
 
-Devices are numbered over those of ``trainer.nnodes`` first, then those that only sample
-(``actor_rollout_ref.rollout.nnodes``), then those that only score (``reward_model.enable_resource_pool``).
+Devices are numbered in this order: those of ``trainer.nnodes``, those that only sample
+(``actor_rollout_ref.rollout.nnodes``), those that only score (``reward_model.enable_resource_pool``).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MODELS = {
     "rollout": "sampler",
     "reward": "reward_model",
 }
-"""RLinf's component -> the model of a run."""
+"""RLinf's name of a component -> the model of a run."""
 NAMES = {model: component for component, model in MODELS.items()}
 ROLLOUT, REWARD = "actor_rollout_ref.rollout", "reward_model"
 LORA = "actor_rollout_ref.model.lora_rank"
 
 
 def pools(cfg: RunConfig) -> tuple[Pool, ...]:
-    """Return the pools of devices of a run, in the order of device numbers."""
+    """Return the device pools of a run, in the order of device numbers."""
     trainer, rollout, reward = cfg.trainer, cfg.actor_rollout_ref.rollout, cfg.reward_model
     pools_of_run = [Pool(trainer.nnodes, trainer.n_gpus_per_node)]
     if rollout.nnodes:
@@ -55,7 +55,7 @@ def placed(cfg: RunConfig) -> dict[str, range]:
     """Return the devices of each model of a run.
 
     Raises:
-        ValueError: the placement is invalid, which `misplaced` reports earlier.
+        ValueError: the placement is invalid; call `misplaced` first to report that.
     """
     devices = _placed(cfg)
     if isinstance(devices, Problem):
@@ -64,19 +64,19 @@ def placed(cfg: RunConfig) -> dict[str, range]:
 
 
 def devices_of(cfg: RunConfig, model: str) -> range:
-    """Return the devices of a model, or those of the actor if the run does not have the model."""
+    """Return the devices of a model; if the run does not have the model, return the actor's."""
     devices = placed(cfg)
     return devices.get(model, devices["actor"])
 
 
 def misplaced(cfg: RunConfig) -> Problem | None:
-    """Return the problem of an invalid placement, or None."""
+    """Return the problem with an invalid placement, or None if it is valid."""
     devices = _placed(cfg)
     return devices if isinstance(devices, Problem) else _wrongly_separate(cfg, devices)
 
 
 def models_of(cfg: RunConfig) -> set[str]:
-    """Return the models on the devices of a run; embodied runs and fine-tuning only have the policy."""
+    """Return the models that run on the devices of a run; embodied runs and fine-tuning only have the policy."""
     if cfg.env.train.id is not None or cfg.sft.enable:
         return {"actor"}
     has = {
@@ -90,13 +90,13 @@ def models_of(cfg: RunConfig) -> set[str]:
 
 
 def _all_teachers_are_served(cfg: RunConfig) -> bool:
-    """Whether no teacher runs on the devices of a run; the teachers may be invalid, which is reported separately."""
+    """Whether all teachers run on servers; an invalid list of teachers is reported separately."""
     teachers = cfg.distillation.teacher_models.values() if cfg.distillation.enabled else ()
     return bool(teachers) and all(isinstance(entry, dict) and entry.get("server_url") for entry in teachers)
 
 
 def _places_servers(cfg: RunConfig) -> bool:
-    """Whether the run starts servers on devices that it names; by default they are on all of ``trainer.nnodes``."""
+    """Whether the run starts servers on explicitly placed devices; by default they use all of ``trainer.nnodes``."""
     rollout = cfg.actor_rollout_ref.rollout
     names = ",".join(map(str, cfg.cluster.component_placement)).replace(" ", "").split(",")
     return not rollout.server_urls and (rollout.nnodes > 0 or NAMES["sampler"] in names)
@@ -123,13 +123,13 @@ def _placed(cfg: RunConfig) -> dict[str, range] | Problem:
 
 
 def _separate_pools(cfg: RunConfig) -> list[tuple[str, str]]:
-    """Return the models with separate pools of devices, each with the key that configures its pool."""
+    """Return the models that have their own device pool, each with the key that configures the pool."""
     keys = {ROLLOUT: ("sampler", f"{ROLLOUT}.nnodes"), REWARD: ("reward_model", f"{REWARD}.enable_resource_pool")}
     return [keys[pool.section] for pool in pools(cfg)[1:]]
 
 
 def _placement_of_config(cfg: RunConfig, devices: int) -> dict[str, range] | Problem:
-    """Return the devices of each model in ``cluster.component_placement``."""
+    """Return the devices of each model according to ``cluster.component_placement``, or the problem with it."""
     if separate := _separate_pools(cfg):
         return Problem(
             separate[0][1], f"sets separate devices in addition to {PATH}", f"keep one of the two, such as {PATH}"
@@ -150,7 +150,7 @@ def _placement_of_config(cfg: RunConfig, devices: int) -> dict[str, range] | Pro
 
 
 def _ranks(value: object, devices: int) -> range | str:
-    """Return the devices in ``0-3``, ``0`` or ``all``; otherwise what is wrong with the value."""
+    """Return the devices of ``0-3``, ``0`` or ``all``, or a text that says what is wrong with the value."""
     if str(value).strip().lower() == "all":
         return range(devices)
     match = re.fullmatch(r"\s*(\d{1,9})(?:\s*-\s*(\d{1,9}))?\s*", str(value))
@@ -185,7 +185,7 @@ def _shown(ranks: range) -> str:
 
 
 def _wrongly_separate(cfg: RunConfig, devices_by_model: Mapping[str, range]) -> Problem | None:
-    """Return the problem of a model that must share the actor's devices and does not."""
+    """Return the problem of a model that is placed on its own devices but must share the actor's."""
     settings, separate = (
         cfg.actor_rollout_ref,
         {name for name, ranks in devices_by_model.items() if ranks != devices_by_model["actor"]},

@@ -18,10 +18,10 @@ def explain(key: str, loaded: LoadedConfig | None = None) -> str:
 
     Args:
         key: the key or section.
-        loaded: configuration of a run, whose values and their sources are added.
+        loaded: configuration of a run; its values and their sources are added.
 
     Raises:
-        ConfigError: unknown key; names the nearest one.
+        ConfigError: the key is unknown; the message suggests the nearest one.
     """
     path = mapping_key(renamed(key)) or renamed(key)
     if path in keys():
@@ -38,7 +38,7 @@ def explain(key: str, loaded: LoadedConfig | None = None) -> str:
 
 
 def list_sections() -> str:
-    """Return a list of all sections with their docs and numbers of keys."""
+    """Return a list of all sections, with their docs and their numbers of keys."""
     counts = {section: sum(path.startswith(f"{section}.") for path in keys()) for section in sections()}
     width = max(map(len, counts))
     return "".join(f"{section:<{width}}  {count:>3} keys  {sections()[section]}\n" for section, count in counts.items())
@@ -98,7 +98,7 @@ def _explain_section(path: str) -> str:
 
 
 def default(key: Key) -> str:
-    """Return the default of a key as text: its value, the key from which it inherits, or that it is required."""
+    """Return the default of a key as text: its value, the key from which it inherits, or that the key is required."""
     if key.inherits:
         return f"inherits {_source(key)}"
     return f"none, it must be given (for example {key.example})" if key.required else show(key.default)

@@ -1,6 +1,5 @@
-"""Sections of integrations in other packages: `integrations.NAME` has the keys of the class `Config` of NAME's module
-`config`, which may also have a function ``check(config) -> list[Problem]``.
-"""
+"""Sections of integrations in other packages. `integrations.NAME` has the keys of the class `Config` in the module
+`config` of integration NAME, which may also define ``check(config) -> list[Problem]``."""
 
 from __future__ import annotations
 
@@ -18,17 +17,17 @@ KEY = "integrations"
 
 
 def integration_config(options: Mapping[str, object], name: str) -> Section:
-    """Return the section of an installed integration with its defaults; it must have no `integration_problems`."""
+    """Return the section of an installed integration with its defaults, if it has no `integration_problems`."""
     section: Section = integration(name, "config").Config.model_validate(options.get(name) or {})
     return section
 
 
 def integration_problems(options: Mapping[str, object], used: set[str]) -> list[Problem]:
-    """Return the problems of the sections.
+    """Return the problems in the sections of integrations.
 
     Args:
-        options: name -> keys.
-        used: names of the integrations that this run uses, which may have no section.
+        options: name of the integration -> its keys.
+        used: names of the integrations that this run uses, with or without a section.
     """
     problems: list[Problem] = []
     for name in sorted({*options, *used}):
@@ -46,7 +45,7 @@ def integration_problems(options: Mapping[str, object], used: set[str]) -> list[
 
 
 def section_problem(path: str, section: type[Section], what: str, detail: Any) -> Problem:
-    """Return an error of pydantic in a free mapping as a problem.
+    """Convert a validation error of pydantic in a free mapping to a problem.
 
     Args:
         path: key of the mapping.

@@ -41,11 +41,11 @@ class Key:
 
     path: str
     section: type[Section]
-    """The class with the field."""
+    """The class that defines the field."""
     type_text: str
     """Description of the type, including "or null" if it may be null."""
     default: object
-    """Default; None for a required key and for one that inherits."""
+    """Default; None for a key that is required or inherits."""
     required: bool
     example: str | None
     choices: tuple[str, ...]
@@ -57,11 +57,11 @@ class Key:
     is_mapping: bool
     """Whether the value is a mapping with free names."""
     null_is_unset: bool
-    """Whether null means unset."""
+    """Whether null means that the key is unset."""
     acts_if: ActsIf | None
     """Conditions under which the key acts, with absolute keys; None if it always acts."""
     in_embodied: bool
-    """Whether embodied runs read it."""
+    """Whether embodied runs read the key."""
     refuses: Refuses | None
     """Choices of verl that tether refuses."""
 
@@ -92,7 +92,7 @@ def sections() -> dict[str, str]:
 @cache
 def field_docs(section: type[Section]) -> dict[str, str]:
     """Return the docstrings of a section's fields by name."""
-    # Parsed from the source on demand; pydantic's `use_attribute_docstrings` would do so at every start.
+    # Parsed from the source on demand, because pydantic's `use_attribute_docstrings` would parse it at every start.
     docs: dict[str, str] = {}
     for kind in reversed(section.__mro__):
         if issubclass(kind, Section):
@@ -180,7 +180,7 @@ def _key(path: str, section: type[Section], field: FieldInfo, above: tuple[objec
 
 
 def _switch(path: str, mark: ActsIf | None) -> ActsIf | None:
-    """Return the mark with absolute keys; None for the key that switches its own section."""
+    """Return the mark with absolute keys, or None for the key that itself switches its section."""
     if mark is None or _absolute(path, mark.key) == path:
         return None
     other, also = _switch(path, mark.other), _switch(path, mark.also)

@@ -1,6 +1,6 @@
-"""Whether a run takes a KL from the reference, in the loss or the reward, and how it is computed.
+"""Whether a run uses a KL from the reference, in the loss or the reward, and how it is computed.
 
-With distillation the reference is the teacher, or a model for each of several teachers.
+With distillation the reference is the teacher, or one model per teacher.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from tether.config.schema.root import RunConfig
 from tether.text.learning.config_distillation import TEACHERS, TeacherConfig, read_teachers
 
 OVER_VOCABULARY = ("full", "forward_kl_topk")
-"""Kinds of KL that compare distributions, not the probabilities of sampled tokens."""
+"""Kinds of KL that compare full distributions instead of the probabilities of sampled tokens."""
 
 
 def kl_in_loss(cfg: RunConfig) -> str | None:
-    """Return the kind of the KL in the loss; None without one."""
+    """Return the kind of the KL in the loss, or None."""
     if cfg.distillation.enabled:
         return cfg.distillation.distillation_loss.loss_mode
     actor = cfg.actor_rollout_ref.actor
@@ -31,7 +31,7 @@ def full_kl_in_reward(cfg: RunConfig) -> bool:
 
 
 def full_kl_setting(cfg: RunConfig) -> tuple[str, str]:
-    """Return the key that asks for a KL of full distributions, and its value."""
+    """Return the key that enables a KL of full distributions, and its value."""
     kind = kl_in_loss(cfg)
     if kind is None or kind not in OVER_VOCABULARY:
         return "algorithm.kl_penalty", cfg.algorithm.kl_penalty
@@ -40,9 +40,9 @@ def full_kl_setting(cfg: RunConfig) -> tuple[str, str]:
 
 
 def reference_models(cfg: RunConfig) -> dict[str, tuple[str, str]]:
-    """Return the key that names each model of the reference, and its value, by the name of its component.
+    """Return, by the name of its component, the key that configures each model of the reference, and the key's value.
 
-    There is one, ``reference``, or each of several teachers, in the order of `TrainBatch.teacher`.
+    There is one model, ``reference``, or one for each teacher, in the order of `TrainBatch.teacher`.
     """
     if not cfg.distillation.enabled:
         return {"reference": ("actor_rollout_ref.model.path", cfg.actor_rollout_ref.model.path)}
@@ -54,7 +54,7 @@ def reference_models(cfg: RunConfig) -> dict[str, tuple[str, str]]:
 
 
 def served_teachers(cfg: RunConfig) -> dict[str, TeacherConfig]:
-    """Return the teachers on servers, by the names of `reference_models`; the other models run on the run's devices."""
+    """Return the teachers on servers, by the names of `reference_models`; other models run on the run's own devices."""
     if not cfg.distillation.enabled:
         return {}
     teachers = read_teachers(cfg.distillation.teacher_models).values()
@@ -63,27 +63,27 @@ def served_teachers(cfg: RunConfig) -> dict[str, TeacherConfig]:
 
 
 def local_references(cfg: RunConfig) -> list[str]:
-    """Return the names of the reference's models on the run's devices."""
+    """Return the names of the reference's models that run on the run's own devices."""
     served = served_teachers(cfg)
     return [name for name in reference_models(cfg) if name not in served]
 
 
 def has_reference(cfg: RunConfig) -> bool:
-    """Whether a KL from the reference is taken."""
+    """Whether the run computes a KL from the reference."""
     return cfg.algorithm.use_kl_in_reward or kl_in_loss(cfg) is not None
 
 
 def reference_is_policy(cfg: RunConfig) -> bool:
-    """Whether the reference is the policy without its adapter."""
+    """Whether the reference is the policy with its adapter disabled."""
     return cfg.actor_rollout_ref.model.lora_rank > 0 and not cfg.distillation.enabled
 
 
 def reference_runs_with_actor(cfg: RunConfig) -> bool:
-    """Whether the actor's engine also runs the reference, to compare the distributions of each micro-batch."""
+    """Whether the actor's engine also runs the reference, to compare distributions within each micro-batch."""
     return full_kl_in_loss(cfg) or full_kl_in_reward(cfg)
 
 
 def asks_reference(cfg: RunConfig) -> bool:
-    """Whether a KL is estimated from the reference's log-probs of the sampled tokens."""
+    """Whether the KL is estimated from the reference's log-probs of the sampled tokens."""
     in_reward = cfg.algorithm.use_kl_in_reward and not full_kl_in_reward(cfg)
     return in_reward or (kl_in_loss(cfg) is not None and not full_kl_in_loss(cfg))

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem, printed as `path: what is wrong. what to do`."""
+    """A problem, printed as `path: what is wrong. how to fix it`."""
 
     path: str
     """Dotted key, or the override or file if the problem has no key."""
     what: str
-    """The fault, with the value."""
+    """What is wrong, including the value."""
     fix: str
-    """The fix."""
+    """How to fix it."""
 
     def __str__(self) -> str:
         stop = "" if self.what.endswith(("?", ".")) else "."
@@ -23,7 +23,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """All problems of a configuration.
+    """Raised with all problems of a configuration.
 
     Attributes:
         problems: the problems in the order of the checks, at least one.

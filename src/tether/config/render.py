@@ -1,4 +1,4 @@
-"""A config as text, for files and for display."""
+"""A configuration as text, for files and for display."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Line = Callable[[str, str], str]
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes strings that OmegaConf but not PyYAML would read as numbers, and strings with unusual line breaks."""
+    """YAML dumper that quotes strings with unusual line breaks, or that OmegaConf but not PyYAML reads as numbers."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         """Return the node of a string, in double quotes if it has a character that YAML reads as a line break."""
@@ -32,7 +32,7 @@ Dumper.add_implicit_resolver(
 
 
 def to_yaml(values: Mapping[str, object], sources: Mapping[str, str]) -> str:
-    """Return YAML that loads to the same config, with inherited values as comments and without idle default keys."""
+    """Return YAML that loads to the same config, with inherited values as comments and without unused defaults."""
 
     def line(path: str, text: str) -> str:
         return f"# {text}  ({sources[path]})" if sources[path].startswith("inherits ") else text
@@ -41,7 +41,7 @@ def to_yaml(values: Mapping[str, object], sources: Mapping[str, str]) -> str:
 
 
 def format_tree(values: Mapping[str, object], sources: Mapping[str, str]) -> str:
-    """Return every key that acts or was set, with its value and source, and the number of other keys."""
+    """Return every key that has an effect or was set, with its value and source, and the number of all other keys."""
     shown = _shown_keys(values, sources)
     width = max(len(_text(path, values[path])) + 2 * path.count(".") for path in shown if len(str(values[path])) < 40)
 
@@ -67,7 +67,7 @@ def _is_untouched(source: str) -> bool:
 
 
 def _tree(values: Mapping[str, object], paths: list[str], line: Line) -> str:
-    """Return keys as nested YAML, with the name of each section once above its keys."""
+    """Return keys as nested YAML in which each section name appears once, above its keys."""
     lines: list[str] = []
     open_sections: list[str] = []
     for path in paths:
@@ -86,10 +86,10 @@ def _common(first: list[str], second: list[str]) -> int:
 
 def _text(path: str, value: object) -> str:
     name = path.rsplit(".", 1)[-1]
-    if value is None or isinstance(value, int):  # of most keys; yaml.dump takes a hundred times as long
+    if value is None or isinstance(value, int):  # the most common case; yaml.dump takes a hundred times as long
         return f"{name}: {json.dumps(value)}"
     plain = _plain(value)
-    # Line breaks and similar characters are escaped, so that every key is one line, also in a comment.
+    # Line breaks and similar characters are escaped, so that every key takes one line, also in a comment.
     one_line = all(text.isprintable() for text in _strings(plain))
     style = None if one_line else '"'
     dumped = yaml.dump(

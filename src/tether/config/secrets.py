@@ -1,4 +1,4 @@
-"""Masking of values whose keys are named like passwords, or like keys and tokens of services."""
+"""Masking of secrets: values whose keys are named like passwords, or like keys and tokens of services."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _PAIR = re.compile(rf"(?<!\w)({_NAME}[\"']?\s*:\s*)([^,}}]+)", re.IGNORECASE)
 
 
 def is_secret(name: str) -> bool:
-    """Whether a key is named like a secret: ``api_key``, ``HF_TOKEN``, ``clientSecret``; not ``eos_token``."""
+    """Whether a key has the name of a secret: ``api_key``, ``HF_TOKEN``, ``clientSecret``; not ``eos_token``."""
     return _SECRET.fullmatch(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)) is not None
 
 
 def masked(value: object) -> Any:
-    """Return the tree of plain values with ``***`` for each string whose key is named like a secret."""
+    """Return a tree of plain values with ``***`` for each string whose key has the name of a secret."""
     if isinstance(value, Mapping):
         return {k: HIDDEN if _hides(k, inner) else masked(inner) for k, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -29,7 +29,7 @@ def masked(value: object) -> Any:
 
 
 def has_secrets(value: object) -> bool:
-    """Whether `masked` would hide anything."""
+    """Whether `masked` would replace anything."""
     if isinstance(value, Mapping):
         return any(_hides(k, inner) or has_secrets(inner) for k, inner in value.items())
     return isinstance(value, list | tuple) and any(has_secrets(inner) for inner in value)

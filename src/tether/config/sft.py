@@ -1,6 +1,6 @@
-"""Supervised fine-tuning, in which `sft.enable` is set: its defaults, and the keys that it reads.
+"""Supervised fine-tuning, enabled by `sft.enable`: its defaults, and the keys that it reads.
 
-They are verl's of its SFT trainer, except that validation and checkpoints are as in PPO.
+The keys are those of verl's SFT trainer, except that validation and checkpoints are configured as in PPO.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ UNREAD = (
                                   "reward_fn_key", "data_source", "control_tokens_as_text", "custom_cls.")),
     *(f"trainer.{name}" for name in ("critic_warmup", "async_mode", "rollout_data_dir", "record_mb")),
 )  # fmt: skip
-"""Prefixes of keys among them that only PPO reads."""
+"""Prefixes of keys in `READ` that only PPO reads."""
 
 
 def is_read(path: str) -> bool:
@@ -45,7 +45,7 @@ def is_read(path: str) -> bool:
 
 
 def with_defaults(settings: Settings) -> Settings:
-    """Return the settings with the defaults of fine-tuning, or unchanged for another run."""
+    """Return the settings with the defaults of fine-tuning, or unchanged for other runs."""
     if SWITCH not in settings or settings[SWITCH].value is not True:
         return settings
     return {key: Setting(value, SOURCE, -1) for key, value in DEFAULTS.items()} | settings

@@ -10,7 +10,7 @@ from tether.config.schema.root import RunConfig
 
 
 def stored_weights(config: RunConfig) -> dict[str, tuple[str, Path]]:
-    """Return the key and directory of the checkpoint of each such model."""
+    """Return, for each such model, the key and the directory of its checkpoint."""
     settings = config.actor_rollout_ref
     sections: dict[str, tuple[str, MegatronConfig | RefMegatronConfig]] = {
         "actor": ("actor_rollout_ref.actor", settings.actor.megatron),

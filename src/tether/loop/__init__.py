@@ -1,3 +1,2 @@
-"""The one training loop of text and control, and the protocols that its parts implement (`protocol`); checkpoints of a
-run, callbacks, evaluation, sampling ahead of the updates.
-"""
+"""The training loop of text and control, and the protocols that its components implement (`protocol`); checkpoints of a
+run, callbacks, evaluation, and asynchronous sampling (`ahead`)."""

@@ -7,16 +7,16 @@ One thread samples one batch after the other, with its own copy of the weights::
 
 At the beginning of step k the batches up to k + `max_staleness` are requested, so that a batch is at most
 `max_staleness` updates older than the policy that learns from it. With `fixed`, a batch is sampled with the weights at
-the time of its request, which makes the run a function of its inputs. Without, it is sampled with the newest weights
-when the sampler begins it, which depends on the speed of both sides.
+the time of its request, which makes the run a function of its inputs. Otherwise it is sampled with the newest weights
+at the time when the sampler begins it, which depends on timing.
 
-With `partial` the sampler also loads newer weights within a batch, whenever one of its responses ends; the others
-continue with them. The age of a batch is that of the weights that it was begun with, so that the bound holds for every
-token.
+With `partial` the sampler also loads newer weights within a batch, whenever one of its responses ends, and the
+unfinished responses continue with them. The age of a batch is counted from the weights that began it, so the bound
+holds for every token.
 
 A checkpoint contains the batches that wait for their step. With `fixed` it also waits for the batch in progress, so
-that a resumed run is bitwise equal to an uninterrupted one; without, that batch is sampled again, with the weights of
-the checkpoint. All batches are sampled again if their settings differ from those of the resumed run.
+that a resumed run is bitwise equal to an uninterrupted one; otherwise the resumed run samples that batch again, with
+the weights of the checkpoint. All batches are sampled again if their settings differ from those of the resumed run.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.types import StateDict
 
 FILE = "ahead.pt"
-"""The file of a checkpoint with the batches that wait for their step."""
+"""The file of a checkpoint that stores the batches waiting for their step."""
 OLD_FILE = "ahead.pkl"
-"""The same file as a pickle of earlier versions, which is not read, since loading a pickle can run code."""
+"""The pickle that earlier versions wrote instead; it is not read, since loading a pickle can run code."""
 POLL_SECONDS = 0.1
 """Interval of progress updates while a step waits for its batch."""
 
 
 class _Closing(Exception):
-    """Raised in the sampler when the run ends and its batch is no longer needed."""
+    """Raised in the sampler when the run ends and the batch in progress is no longer needed."""
 
 
 @dataclass(frozen=True)
 class _Drawn(Generic[Batch, Details]):
-    """A batch that waits for its step."""
+    """A sampled batch that waits for its step."""
 
-    # Checkpoints contain the names of this class and its fields.
+    # Checkpoints contain the names of this class and its fields, so renaming them breaks loading.
 
     step: int
     experience: Experience[Batch, Details]
     version: int
-    """The version of the weights that it was begun with."""
+    """The version of the weights with which the batch was begun."""
     position: StateDict
     """The state of the source after the batch."""
 
@@ -78,7 +78,7 @@ class SamplingAhead(Generic[Batch, Details]):
 
     Args:
         source: provides the tasks of each step; the sampler calls it in the order of steps.
-        rollouts: samples, scores and evaluates, with weights that training does not change in place.
+        rollouts: samples, scores and evaluates; its weights must not be changed in place by training.
         export: returns the current weights of the policy.
         total_steps: steps of the run; nothing is sampled for later steps.
         max_staleness: maximum number of updates between the weights that sample a batch and those that learn from it,
@@ -128,7 +128,7 @@ class SamplingAhead(Generic[Batch, Details]):
         export: Callable[[], WeightUpdate],
         **options: Any,
     ) -> Self | None:
-        """Return the rollouts of a ``trainer.async_mode``; None if sampling and training alternate (off)."""
+        """Return the rollouts for a ``trainer.async_mode``; None for ``off``, where sampling and training alternate."""
         if mode == "off":
             return None
         fixed = mode == "one_step_off"
@@ -145,7 +145,7 @@ class SamplingAhead(Generic[Batch, Details]):
             self._rollouts.begin(step)
 
     def collect(self, tasks: object, step: int, time: Timer, progress: Progress) -> Experience[Batch, Details]:
-        """Return the batch of a step, whose tasks the sampler has requested from the source.
+        """Return the batch of a step; `tasks` is ignored, because the sampler gets tasks from the source itself.
 
         Raises:
             Exception: the error that ended the sampling of this batch.
@@ -171,7 +171,7 @@ class SamplingAhead(Generic[Batch, Details]):
         return replace(drawn.experience, metrics=metrics)
 
     def _sample(self, step: int, weights: WeightUpdate | None) -> _Drawn[Batch, Details]:
-        """Sample the batch of a step, in the thread of the sampler."""
+        """Sample the batch of a step; runs in the sampler's thread."""
 
         def report(done: int, total: int) -> None:
             if self._closing:
@@ -191,7 +191,7 @@ class SamplingAhead(Generic[Batch, Details]):
 
     @contextmanager
     def _exclusive(self, weights: WeightUpdate | None) -> Iterator[None]:
-        """Use the rollouts exclusively, with these weights or the newest."""
+        """Give exclusive use of the rollouts, loaded with these weights or, for None, the newest."""
         # The second lock makes access first come, first served.
         with self._queue_lock:
             self._engine_lock.acquire()
@@ -207,7 +207,7 @@ class SamplingAhead(Generic[Batch, Details]):
             self._loaded = weights
 
     def load_weights(self, weights: WeightUpdate) -> None:
-        self._newest = weights.copied()  # training continues to change them
+        self._newest = weights.copied()  # training continues to change the originals
 
     def evaluate(self, step: int, progress: Progress) -> EvaluationResult:
         with self._exclusive(self._newest):
@@ -234,7 +234,7 @@ class SamplingAhead(Generic[Batch, Details]):
 
     def load_checkpoint(self, checkpoint: Path) -> None:
         self._rollouts.load_checkpoint(checkpoint)
-        file = checkpoint / FILE  # missing if the run did not sample ahead
+        file = checkpoint / FILE  # missing if the run did not sample asynchronously
         with reading(file, f"{ANOTHER_CHECKPOINT}, or delete this file and its entry"):
             waiting = [from_tree(tree, self._classes) for tree in load_state(file)["batches"]] if file.exists() else []
         if (checkpoint / OLD_FILE).exists():
@@ -245,7 +245,7 @@ class SamplingAhead(Generic[Batch, Details]):
             self._pending[drawn.step].set_result(drawn)
 
     def load_position(self, state: StateDict) -> None:
-        """Let the source continue after the batches of a checkpoint; `state` is its state after the last step."""
+        """Let the source continue after a checkpoint's batches; `state` is the source's state after the last step."""
         self.position = state
         self._source.load_state_dict(self._pending[max(self._pending)].result().position if self._pending else state)
 
@@ -271,14 +271,14 @@ class SamplingAhead(Generic[Batch, Details]):
         self._rollouts.load_state_dict(state)
 
     def close(self) -> None:
-        """Stop the thread and drop its batch when the next response ends."""
+        """Stop the thread, which drops its batch when the next response ends."""
         self._closing = True
         self._sampler.shutdown(wait=True, cancel_futures=True)
 
 
 @dataclass(frozen=True)
 class SourceAhead:
-    """Replaces the source in the loop, since `SamplingAhead` calls the source; its state is that of the last step."""
+    """Stands in for the source in the loop, since `SamplingAhead` calls it; its state is that of the last step."""
 
     ahead: SamplingAhead[Any, Any]
 
@@ -286,7 +286,7 @@ class SourceAhead:
         """Return None, because the sampler gets the tasks from the source."""
 
     def metrics(self) -> dict[str, float]:
-        """Return no metrics, because those of the source come with the batch."""
+        """Return no metrics, because the source's metrics come with the batch."""
         return {}
 
     def state_dict(self) -> StateDict:

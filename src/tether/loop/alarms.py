@@ -1,8 +1,8 @@
-"""Warnings about runs that do not fail but in which the policy learns nothing, or the wrong behaviour.
+"""Warnings about runs that do not fail, but whose policy learns nothing or the wrong behaviour.
 
-`Alarms` checks every step and every evaluation. `EvaluationHistory` finds drops of the evaluation score, by comparison
-with earlier evaluations and the score of training. `MismatchAlarm` warns about a sampler that disagrees with the
-trainer, which no error would show.
+`Alarms` checks every step and every evaluation. `EvaluationHistory` detects drops of the evaluation score by comparing
+it with earlier evaluations and with the training score. `MismatchAlarm` warns about a sampler that disagrees with the
+trainer, which would not cause an error.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from tether.metrics.loggers import evaluation_score
 from tether.types import StateDict
 
 WINDOW = 3
-"""Consecutive evaluations whose mean is compared with that of the best earlier ones."""
+"""Consecutive evaluations whose mean is compared with the best earlier mean."""
 LOST_GAIN = 0.5
-"""Share of the gain that a clear drop loses."""
+"""A clear drop loses at least this share of the gain."""
 LOST_LEVEL = 0.1
-"""Share of the level that a clear drop loses if nothing was gained."""
+"""A clear drop loses at least this share of the level if there was no gain."""
 FALSE_ALARMS = 0.01
-"""Significance level that all comparisons up to an evaluation share: of runs of 100 evaluations without a drop, 1 to
-3 % alarm, and 7 % if consecutive evaluations have an autocorrelation of 0.3."""
+"""Significance level for all comparisons up to an evaluation together. Of runs with 100 evaluations and no drop, 1 to
+3 % raise an alarm, and 7 % if consecutive evaluations have an autocorrelation of 0.3."""
 MAX_AUTOCORRELATION = 0.3
-"""Expected and maximum autocorrelation of consecutive evaluations; a trend has a higher one."""
+"""Standard deviation of the prior for the autocorrelation of consecutive evaluations, and its maximum; the
+autocorrelation of a trend is higher."""
 
 
 @dataclass(frozen=True)
 class EvaluationDrop:
-    """The last three evaluations and the best three earlier ones: mean scores of evaluation and training."""
+    """The last three evaluations compared with the best three earlier ones: mean scores of evaluation and training."""
 
     step: int
     """The step of the last of the best evaluations."""
@@ -45,7 +46,7 @@ class EvaluationDrop:
     training: tuple[float, float]
     """Mean scores of training over the same steps."""
     is_clear: bool
-    """Whether evaluation drops significantly, while training rises or drops too."""
+    """Whether the evaluation score drops significantly, and the training score rises or drops too."""
 
     def __str__(self) -> str:
         evaluation = f"{self.evaluation[0]:.3g} around step {self.step}, now {self.evaluation[1]:.3g}"
@@ -112,7 +113,7 @@ def _drops(scores: tuple[float, ...], means: list[float], best: int) -> bool:
 
 
 def _is_significant(drop: float, scores: tuple[float, ...], best: int) -> bool:
-    """Return whether chance is unlikely to cause a drop of the last window below window `best`, the best before it.
+    """Return whether a drop of the last window below the best earlier window, `best`, is unlikely to be chance.
 
     The variance of an evaluation is half of the mean square of the differences d between consecutive evaluations (von
     Neumann 1941), on which a slow trend has little effect. The steepest fall since the best window is excluded, since
@@ -164,12 +165,12 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 5e-3}
 
 
 def mismatch_tolerance(*dtypes: torch.dtype) -> float:
-    """Return the tolerance if sampler and trainer compute in these formats, which is that of the coarsest."""
+    """Return the tolerance if sampler and trainer compute in these formats: that of the coarsest one."""
     return max(TOLERANCE[dtype] for dtype in dtypes)
 
 
 def sampler_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Return metrics of the distance between recomputed and sampler's log-probs, over all scored samples."""
+    """Return metrics of the distance between recomputed and sampler log-probs, over all scored samples."""
     old, sampler, mask = filled(batch.old_log_probs), batch.rollout_log_probs, batch.response_mask
     if not mask.any():
         return {}
@@ -178,11 +179,11 @@ def sampler_metrics(batch: TrainBatch) -> dict[str, float]:
 
 @dataclass
 class MismatchAlarm:
-    """Compares sampler and trainer in every step, and warns once if they disagree about the same weights and tokens."""
+    """Compares sampler and trainer in every step, and warns once if they disagree on the same weights and tokens."""
 
-    # Both compute the probability of a token, with different kernels and batch shapes, so that rounding makes them
-    # differ a little. A larger difference is a bug: stale weights in the sampler, randomness in the forward pass, a
-    # different temperature. The update would then treat the samples as those of a policy that did not draw them.
+    # Both compute the probability of a token, but with different kernels and batch shapes, so they differ by rounding.
+    # A larger difference is a bug: stale weights in the sampler, randomness in the forward pass, a different
+    # temperature. The update would then treat the samples as drawn from a policy that did not draw them.
 
     tolerance: float
     has_warned: bool = False
@@ -221,20 +222,20 @@ class MismatchAlarm:
         return {"has_spoken": self.has_warned}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load what `state_dict` returned; an alarm that is new has not warned."""
+        """Load what `state_dict` returned; a state from before this alarm existed means that it has not warned."""
         self.has_warned = state.get("has_spoken", False)
 
 
 SAME_REPLY = 0.9
-"""Share of a step's responses to different prompts that are the same reply."""
+"""Share of a step's responses to different prompts that are identical."""
 SAME_REPLY_STEPS = 5
-"""Consecutive steps with that share."""
+"""Consecutive steps with that share of identical responses."""
 MAJORITY_MARGIN = 0.01
-"""Maximum difference at which a validation score counts as that of the most frequent answer."""
+"""Maximum difference at which a validation score counts as equal to that of always giving the most frequent answer."""
 MAJORITY_QUESTIONS = 20
-"""Number of distinct questions below which the two may agree by chance."""
+"""Number of distinct questions below which the two scores may agree by chance."""
 MAJORITY_EVALUATIONS = 3
-"""Consecutive validations within the margin; one is enough while replies are the same."""
+"""Consecutive validations with that agreement; one is enough while responses are identical."""
 MIN_EXPLAINED_VARIANCE = 0.01
 """Explained variance up to which a critic counts as useless."""
 CRITIC_STEPS = 20
@@ -242,15 +243,15 @@ CRITIC_STEPS = 20
 COLLAPSED_ENTROPY = 1e-2
 """Entropy in nats, above or below 0, of a policy that no longer explores."""
 COLLAPSED_GRADIENT = 1e-4
-"""Gradient norm that no longer changes the policy."""
+"""Gradient norm below which an update no longer changes the policy."""
 COLLAPSED_STEPS = 3
-"""Consecutive steps without a gradient although entropy is gone or advantages require one."""
+"""Consecutive steps without a gradient, although entropy is gone or advantages would produce one."""
 ZERO_ADVANTAGE_STEPS = 25
 """Consecutive steps whose advantages are all 0; a few are common at first."""
 MIN_DECAY = 2**-25
 """Learning rate times weight decay below which rounding leaves every float32 weight unchanged."""
 SKIPPED_STEPS = 3
-"""Consecutive steps without an update, since no gradient was finite."""
+"""Consecutive steps without an update because no gradient was finite."""
 UNSCORED_STEPS = 3
 """Consecutive steps in which no response has a score."""
 FAILING_TOOLS = 0.9
@@ -258,29 +259,29 @@ FAILING_TOOLS = 0.9
 FAILING_STEPS = 5
 """Consecutive steps with that share."""
 KEPT_PROGRESS = 0.9
-"""Share of its best progress since the first step that a policy keeps if it has solved its task."""
+"""A policy that still has this share of its best progress since the first step counts as having solved its task."""
 LOST_PROGRESS = 0.5
-"""Share of its best progress up to which a policy counts as having learned nothing, or losing it."""
+"""Up to this share of its best progress, a policy counts as having learned nothing, or as losing it."""
 DRIFTED_STEPS = 5
-"""Consecutive steps with one of the following."""
+"""Consecutive steps with one of the following signs of degeneration."""
 TRUNCATED = 0.9
-"""Share of truncated responses; at most a third of that in the first step."""
+"""Share of truncated responses; the share in the first step must be at most a third of this."""
 SHORT = 0.1
 """Length of a response relative to that of the first step."""
 REPEATED = 0.6
-"""Share of a response's 4-grams that occurred earlier in it; at most half of that in the first step."""
+"""Share of 4-grams that occurred earlier in the response; the first step must have at most half of it."""
 LARGE_UPDATE_KL = 1.0
 """KL of a single step's update in nats per token, twenty times the healthy range. Tiny models reach 0.8 and learn."""
 LARGE_DISTANCE = 1.0
 """KL from the policy to the reference in nats per token."""
 
 SCORES = ("critic/score/mean", "env/return")
-"""The score of text, and that of the episodes that ended in the step."""
+"""The mean score of text, and the mean return of the episodes that ended in the step."""
 GRADIENTS = ("actor/policy_grad_norm", "actor/grad_norm")
-"""The first one is for a policy whose gradient is clipped together with its critic's."""
+"""The first one exists if the policy's gradient is clipped together with its critic's."""
 IDENTICAL = "response/identical_fraction"
 DISTANCES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
-"""KL to the reference or, without one, between consecutive steps."""
+"""KL to the reference or, without a reference, between consecutive steps."""
 CALLS, FAILED_CALLS = "reward/extra/tool_calls/mean", "reward/extra/failed_tool_calls/mean"
 SMALLER_UPDATES = "lower actor_rollout_ref.actor.optim.lr, or raise the weight of the KL to the reference"
 SMALLER_CONTROL_UPDATES = "lower actor_rollout_ref.actor.optim.lr, or set a lower actor_rollout_ref.actor.target_kl"
@@ -288,12 +289,12 @@ SMALLER_CONTROL_UPDATES = "lower actor_rollout_ref.actor.optim.lr, or set a lowe
 
 @dataclass(frozen=True)
 class Drift:
-    """A degeneration of the responses or the policy, detected from a metric now and in the first step."""
+    """A degeneration of responses or policy, detected by comparing a metric with its value in the first step."""
 
     is_detected: Callable[[float, float], bool]
     message: str
     unless_learned: bool = False
-    """Whether it is harmless while the score has risen."""
+    """Whether it is harmless if the score has risen."""
 
 
 DRIFTS: Mapping[str, Drift] = {
@@ -328,7 +329,8 @@ Warn = Callable[[str], None]
 
 @dataclass
 class Alarms:
-    """Checks every step and validation. An alarm warns once, and again only after it was off for as many checks."""
+    """Checks every step and validation. An alarm warns once, and can warn again after it was off for as many checks as
+    it requires."""
 
     weight_decay: float = 0.0
     """The weight decay of the policy's optimizer."""
@@ -339,19 +341,18 @@ class Alarms:
     active: list[str] = field(default_factory=list)
     """Alarms that have warned and are not off again."""
     since: dict[str, int] = field(default_factory=dict)
-    """The step at which the problem of each alarm of a collapse began, since it was last off for as many checks as it
-    requires."""
+    """The step at which each collapse alarm's problem began, after the alarm was last off for long enough."""
     step: int = 0
     """The last step that was checked."""
     sampled_at: int = 0
-    """The step whose policy sampled its batch, which is earlier with asynchronous sampling."""
+    """The step whose policy sampled the current batch, which is earlier with asynchronous sampling."""
     collapsed_since: int | None = None
-    """The first step of the problems of all active alarms of a collapse, since which the policy is losing what it had
-    learned. It is set when such an alarm warns, and its reader resets it to None."""
+    """The first step at which any active collapse alarm detected its problem, from which on the policy loses what it
+    had learned. It is set when such an alarm warns, and whoever handles the collapse resets it to None."""
     first_score: float | None = None
     best_score: float | None = None
     first: dict[str, float] = field(default_factory=dict)
-    """The first value of each other metric."""
+    """The first value of each metric that drifts are compared with."""
     history: EvaluationHistory = field(default_factory=EvaluationHistory)
 
     def check_step(self, metrics: Mapping[str, float], *, warming_up: bool, warn: Warn) -> None:
@@ -481,7 +482,7 @@ class Alarms:
             )
 
     def _check_decay(self, metrics: Mapping[str, float], warn: Warn) -> None:
-        """Warn once that a step without a signal changes the policy, since the metrics look as if it had learned."""
+        """Warn once if weight decay changes the policy without a signal, because the metrics look like learning."""
         decays = metrics.get("actor/lr", 0.0) * self.weight_decay >= MIN_DECAY
         self._once(
             "decay",
@@ -494,8 +495,8 @@ class Alarms:
         )
 
     def _check_bonus(self, metrics: Mapping[str, float], warn: Warn) -> None:
-        """Warn once that the entropy bonus alone moves the policy: Adam divides by its small gradient, so the update is
-        as large as one that follows a reward."""
+        """Warn once if only the entropy bonus moves the policy: Adam normalises its small gradient, so the update is as
+        large as one that follows a reward."""
         silent = metrics.get("critic/advantages/max") == metrics.get("critic/advantages/min") == 0
         self._once(
             "bonus",
@@ -507,7 +508,7 @@ class Alarms:
         )
 
     def _check_jump(self, metrics: Mapping[str, float], warn: Warn) -> None:
-        """Warn once in a run, at the first step with a large update, when it is still cheap to restart."""
+        """Warn once per run, at the first step with a large update, when restarting is still cheap."""
         update_kl, rate = metrics.get("actor/ppo_kl", 0.0), metrics.get("actor/lr", math.nan)
         self._once(
             "jump",
@@ -518,7 +519,7 @@ class Alarms:
         )
 
     def _once(self, name: str, holds: bool, message: str, warn: Warn) -> None:
-        """Warn where the problem holds for the first time in a run."""
+        """Warn the first time in a run that the problem holds."""
         if holds and name not in self.active:
             self.active.append(name)
             warn(message)
@@ -596,20 +597,20 @@ class Alarms:
         is_collapse: bool = False,
         since: int | None = None,
     ) -> None:
-        """Warn where a problem is detected in enough consecutive checks.
+        """Warn if a problem is detected in enough consecutive checks.
 
         Args:
             name: name of the alarm.
             detected: whether this check detects the problem.
             required: the number of consecutive checks.
-            message: what to warn of.
+            message: the text of the warning.
             warn: shows a message to the user.
             is_collapse: whether the policy is losing what it had learned, rather than learning nothing.
-            since: the step at which a collapse began; None means that of the policy of this check.
+            since: the step at which a collapse began; None means the step whose policy sampled this check's batch.
         """
         before = self.streaks.get(name, 0)
         self.streaks[name] = streak = max(before, 0) + 1 if detected else min(before, 0) - 1
-        # A shorter pause is not a recovery.
+        # A pause of fewer checks than required is not a recovery.
         if is_collapse and streak == 1 and (name not in self.since or before <= -required):
             self.since[name] = self.sampled_at if since is None else since
         if streak >= required and name not in self.active:
@@ -621,7 +622,7 @@ class Alarms:
             self.active.remove(name)
 
     def state_dict(self) -> StateDict:
-        """Return everything that the next check depends on, and a collapse that was not handled."""
+        """Return everything that the next check depends on, and a collapse that has not been handled yet."""
         return {
             "step": self.step,
             "since": dict(self.since),

@@ -5,10 +5,10 @@ Files::
     global_step_20/actor/             a language model and its tokenizer, a plain Hugging Face directory
     global_step_20/critic/            its critic, likewise, if there is one
     global_step_20/actor/             or a control policy: policy.json and policy.safetensors
-    global_step_20/environments.pkl   the environments that it acts in
+    global_step_20/environments.pkl   the state of its environments
     global_step_20/training/*.pt      optimizers, position in the data, controllers, random number generators
     global_step_20/training/*.safetensors   the optimizers' moments of several ranks, one file each
-    global_step_20/identity.json      the data and the model, or the environments, that the run started from
+    global_step_20/identity.json      fingerprints of the data and the model, or of the environments
     global_step_20/run.yaml           the resolved configuration
 """
 
@@ -35,7 +35,7 @@ from tether.runtime.ranks import RankLost
 from tether.types import StateDict
 
 TRAINING = "training"
-"""The folder of the states in a checkpoint."""
+"""The folder of the training states in a checkpoint."""
 RATES = {"actor": "actor_rollout_ref.actor.optim.lr", "critic": "critic.optim.lr", "rm": "--lr"}
 """The setting of the learning rate, by the folder of the model in a checkpoint."""
 LARGEST_WEIGHT = 1e18
@@ -62,7 +62,7 @@ class Persistence:
     ) -> Callable[[], Path]:
         """Begin the checkpoint of a step, as `CheckpointStore.begin`, and return a function that completes it.
 
-        The returned function raises `WeightsLost`, and saves nothing, if the weights are not usable.
+        If the weights are not usable, the returned function raises `WeightsLost` and saves nothing.
 
         Args:
             step: the finished step.
@@ -109,7 +109,7 @@ class Persistence:
 
 def _first_broken(file: Path) -> str | None:
     """Return the name of the first tensor of a file that is not finite or too large, or None."""
-    # The statistics of a control policy may be large.
+    # The observation statistics of a control policy may legitimately be large.
     largest = LARGEST_WEIGHT if (file.parent / "config.json").exists() else math.inf
     with safe_open(file, "pt") as weights:
         for name in weights.keys():  # noqa: SIM118  it is not a mapping
@@ -136,7 +136,7 @@ def check_saving(root: Path, engines: Mapping[str, Engine[Any, Any]]) -> None:
             except RankLost:
                 raise
             except Exception as error:
-                if is_disk_full(error):  # the first checkpoint reports how much it needs
+                if is_disk_full(error):  # the first checkpoint reports how much space it needs
                     break
                 raise ValueError(
                     f"the {role} cannot be saved, which a check before the first step showed ({type(error).__name__}: "
@@ -159,7 +159,7 @@ def restore(checkpoint: Path, load: Mapping[str, Callable[[Path], None]]) -> Sta
 
     Args:
         checkpoint: the checkpoint, whose models are loaded already.
-        load: the function that loads the file of a state, by the name of the state.
+        load: by the name of each state, the function that loads its file.
     """
     for name, load_file in load.items():
         load_file(checkpoint / TRAINING / f"{name}.pt")
@@ -169,7 +169,7 @@ def restore(checkpoint: Path, load: Mapping[str, Callable[[Path], None]]) -> Sta
 
 
 def check_identity(checkpoint: Path, identity: Mapping[str, str]) -> None:
-    """Check that a run resumes with the data and the model that it began with.
+    """Check that a run resumes with the data and the model that it started from.
 
     Raises:
         ValueError: a file or model has changed; names its configuration key.
@@ -186,7 +186,7 @@ def check_identity(checkpoint: Path, identity: Mapping[str, str]) -> None:
 
 
 def model_fingerprint(path: Path) -> str:
-    """Hash a GGUF file, or a model directory by names and contents of its files except hidden ones and Markdown."""
+    """Hash a GGUF file, or the names and contents of a model directory's files except hidden and Markdown files."""
     if not path.is_dir():
         return sha256_of([path])[0]
     names = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())

@@ -44,83 +44,83 @@ class TrainerConfig(Section):
     total_epochs: Positive = 30
     """Passes over the training prompts."""
     total_training_steps: Annotated[Positive | None, EMBODIED_TOO] = None
-    """Training steps; null: as many as total_epochs need."""
+    """Training steps; null: as many as total_epochs require."""
     total_env_steps: Annotated[Positive | None, EMBODIED] = None
-    """Embodied runs: environment steps of the whole run, where total_training_steps is null."""
+    """Embodied runs: environment steps of the whole run, if total_training_steps is null."""
     log_freq: Annotated[Positive, EMBODIED] = 1
-    """Embodied runs: log every so many training steps. Episodes that ended in between are all counted."""
+    """Embodied runs: log every N training steps, with statistics over all episodes that ended since the last log."""
     critic_warmup: Annotated[Count, EMBODIED_TOO] = 0
-    """The policy learns from this step on, counted from 1; before it only the critic does. 0 and 1: from the start."""
+    """The policy learns from this step on, counted from 1; before it only the critic learns. 0, 1: from the start."""
     critic_warmup_until_explained_variance: Annotated[
         float | None, Field(lt=1), Says("a number below 1 or null"), EMBODIED_TOO
     ] = None
-    """Only the critic learns until it explains this share of the returns' variance once. (tether's own key.)"""
+    """Train only the critic until it once explains this share of the returns' variance. (tether's own key.)"""
     seed: Annotated[Seed, EMBODIED_TOO] = 1
-    """Seeds everything random: order of prompts, sampling, initialisation, shuffling. (tether's own key.)"""
+    """Seed of all randomness: order of prompts, sampling, initialisation, shuffling. (tether's own key.)"""
     project_name: Annotated[Name, EMBODIED_TOO] = "tether"
     """Group of runs, in logs and in the checkpoint path."""
     experiment_name: Annotated[Name, EMBODIED_TOO] = "gsm8k"
-    """This run, in logs and in the checkpoint path."""
+    """Name of the run, in logs and in the checkpoint path."""
     logger: Annotated[Loggers, Refuses(LATER, "this logger comes later"), EMBODIED_TOO] = ("console",)
-    """Loggers of metrics, such as a jsonl file (file); FILE.py:NAME is a class of yours. (verl: console, wandb.)"""
+    """Loggers of metrics, such as a jsonl file (file); FILE.py:NAME is your own class. (verl: console, wandb.)"""
     default_local_dir: Annotated[str, EMBODIED_TOO] = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Folder of this run: checkpoints, logs, samples."""
     save_freq: Annotated[Saves, EMBODIED_TOO] = -1
-    """Save a checkpoint every so many steps, and at the end; -1: at the end alone; 0: never. (verl: -1 is never.)"""
+    """Save a checkpoint every N steps, and at the end; -1: only at the end; 0: never. (verl: -1 is never.)"""
     async_save: Annotated[bool, ActsIf("trainer.save_freq", off=(-1, 0)), EMBODIED_TOO] = False
-    """Go on training while a checkpoint is written; takes the memory of a copy on the host. (tether's own key.)"""
+    """Continue training while a checkpoint is written; needs host memory for a copy. (tether's own key.)"""
     max_actor_ckpt_to_keep: Annotated[Positive | None, EMBODIED_TOO] = None
-    """Checkpoints to keep; null: all."""
+    """Checkpoints to keep; null keeps all."""
     max_critic_ckpt_to_keep: Annotated[Positive | None, Inherits(".max_actor_ckpt_to_keep"), EMBODIED_TOO]
-    """The same number: actor and critic stand in one checkpoint."""
+    """Same number as for the actor: both models are in one checkpoint."""
     resume_mode: Annotated[Literal["auto", "disable", "resume_path"], EMBODIED_TOO] = "auto"
-    """Continue the newest checkpoint if there is one, never, or the one at resume_from_path."""
+    """auto resumes from the newest checkpoint if any, disable never resumes, resume_path uses resume_from_path."""
     resume_from_path: Annotated[str | None, ActsIf(".resume_mode", on=("resume_path",)), EMBODIED_TOO] = None
-    """Checkpoint to continue with resume_mode=resume_path."""
+    """Checkpoint to resume from with resume_mode=resume_path."""
     trust_checkpoint_pickle: Annotated[bool, EMBODIED] = False
-    """Load environments.pkl also from a checkpoint that other users can write: it can run code. (tether's own key.)"""
+    """Load environments.pkl even from a checkpoint that other users can write; it can run code. (tether's own key.)"""
     test_freq: Annotated[OffOrEvery, EMBODIED_TOO] = -1
-    """Validate every so many steps, and at the end."""
+    """Validate every N steps, and at the end; -1 or 0: never."""
     val_before_train: Annotated[bool, ActsIf("data.val_files", off=((),), other=EMBODIED), EMBODIED_TOO] = True
     """Validate before the first step."""
     val_only: bool = False
     """Validate, then stop."""
     keep_best: Annotated[bool, TESTS, EMBODIED_TOO] = False
-    """Keep the checkpoint of the best test in the folder best, beside the newest ones. (tether's own key.)"""
+    """Keep the checkpoint of the best evaluation in the folder best, next to the newest ones. (tether's own key.)"""
     stop_at_score: Annotated[float | None, TESTS, EMBODIED_TOO] = None
-    """Save and stop once a test scores this: mean over data sources, or return of episodes. (tether's own key.)"""
+    """Save and stop when an evaluation reaches this mean score or episode return. (tether's own key.)"""
     on_collapse: Annotated[Literal["warn", "stop", "rollback"], EMBODIED_TOO] = "warn"
-    """When an alarm says that the policy has collapsed: go on, save and stop, or go back. (tether's own key.)"""
+    """If an alarm reports a collapsed policy: continue, save and stop, or roll back. (tether's own key.)"""
     rollback_lr_factor: Annotated[PositiveFraction, ROLLS_BACK, EMBODIED_TOO] = 0.5
-    """The policy's learning rate is multiplied by this each time that the run goes back. (tether's own key.)"""
+    """Factor that each rollback applies to the policy's learning rate. (tether's own key.)"""
     max_rollbacks: Annotated[Positive, ROLLS_BACK, EMBODIED_TOO] = 3
-    """How often a run goes back to its last checkpoint from before a collapse; then it stops. (tether's own key.)"""
+    """Maximum rollbacks to the last checkpoint before a collapse; after them the run stops. (tether's own key.)"""
     async_mode: Annotated[Literal["off", "one_step_off", "fully_async"], EMBODIED_TOO] = "off"
     """Sample the next batch while the policy learns: exactly one update behind, or up to rollout.max_staleness."""
     profile_steps: Annotated[Steps | None, EMBODIED_TOO] = None
-    """Training steps, from 1, of which each process writes a trace to the folder profile of the run."""
+    """Training steps, from 1, that each process traces into the folder profile of the run."""
     rollout_data_dir: str | None = None
-    """Folder for every training sample: a jsonl file a step, which `tether critic pretrain` reads."""
+    """Folder for all training samples: one jsonl file per step, which `tether critic pretrain` reads."""
     record_mb: Annotated[float, Field(ge=0), Says("a number, 0 or above"), EMBODIED_TOO] = 2.0
-    """Megabytes of samples or episodes that a step records at most, for `tether view`; 0: none. (tether's own key.)"""
+    """Maximum megabytes of samples or episodes recorded per step for `tether view`; 0: none. (tether's own key.)"""
     check_memory: Literal["warn", "refuse", "off"] = "warn"
-    """A run that by `tether plan` does not fit into memory: warn, refuse, or do not check. (tether's own key.)"""
+    """A run that does not fit into memory, by `tether plan`: warn, refuse, or do not check. (tether's own key.)"""
     preflight: Annotated[bool, EMBODIED_TOO] = True
     """Check memory, samples and rewards before the first step. (tether's own key.)"""
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], EMBODIED_TOO] = "auto"
     """Device of the run; auto uses an accelerator if there is one. (verl: cuda.)"""
     n_gpus_per_node: Annotated[Positive, EMBODIED_TOO] = 1
-    """Devices of each machine that share the work, or processes with trainer.device=cpu. (verl: 8.)"""
+    """Devices of each machine that share the work, or processes if trainer.device=cpu. (verl: 8.)"""
     nnodes: Annotated[Positive, EMBODIED_TOO] = 1
     """Machines of a Ray cluster that share the work."""
     max_restarts: Annotated[Count, ON_RANKS, EMBODIED_TOO] = 3
     """Automatic resumes from the last checkpoint after a rank was lost. (tether's own key.)"""
     ray_wait_register_center_timeout: Annotated[Positive, ON_RANKS, EMBODIED_TOO] = 600
-    """Seconds that devices are waited for, and then processes to start. (verl: 300.)"""
+    """Timeout in seconds for devices to become available, and then for processes to start. (verl: 300.)"""
     max_silence: Annotated[Positive, ON_RANKS, EMBODIED_TOO] = 180
-    """Seconds without a sign of life after which a rank counts as lost. (tether's own key.)"""
+    """Seconds without a heartbeat after which a rank counts as lost. (tether's own key.)"""
     balance_batch: Annotated[bool, ON_RANKS] = True
-    """Deal rows to devices by the work that they cost, not as many to each as they come. Changes speed, not results."""
+    """Balance the work per device when assigning rows, instead of splitting them in order. Changes only speed."""
     num_threads: Annotated[
         Annotated[int, Field(gt=0, le=MAX_THREADS), Says(f"a whole number from 1 to {MAX_THREADS}")] | None,
         EMBODIED_TOO,
@@ -134,14 +134,14 @@ class TrainerConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Devices of each model of a run."""
+    """The devices that each model of a run uses."""
 
     component_placement: Annotated[Options, ON_RANKS]
-    """Devices by component, for example {actor: 0-1, rollout: 2-3}; empty: each model is on all. (RLinf's key.)"""
+    """Devices by component, for example {actor: 0-1, rollout: 2-3}; empty: every model uses all. (RLinf's key.)"""
 
 
 class RayKwargsConfig(Section):
     """The Ray cluster of runs on several devices."""
 
     ray_init: Annotated[Options, ON_RANKS, EMBODIED_TOO]
-    """Arguments of ray.init, for example {address: auto} for a cluster that is there, or {num_cpus: 8}."""
+    """Arguments of ray.init, for example {address: auto} for an existing cluster, or {num_cpus: 8}."""

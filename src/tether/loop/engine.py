@@ -1,4 +1,4 @@
-"""Protocols of training engines, losses and learners; a learner is a model in its role.
+"""Protocols of training engines, losses and learners (a model in its role as policy or critic).
 
 An engine owns a model, its optimizer and its shards. Its arguments (a forward, a loss, a plan) are plain, picklable
 specs, and it returns tensors, so that an engine in this process and one on many ranks have the same interface.
@@ -6,8 +6,8 @@ specs, and it returns tensors, so that an engine in this process and one on many
 The denominators of a loss are counted over the whole mini-batch before it is split into micro-batches, so that the
 split cannot change the gradient.
 
-Below them is what all engines need: AdamW and its learning-rate schedule, and the repetition of an update or inference
-that does not fit into memory in smaller micro-batches, with the same result.
+The module also has what all engines share: AdamW and its learning-rate schedule, and the retry of an update or
+inference that runs out of memory with smaller micro-batches, which gives the same result.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def learning_rate(options: OptimizerOptions, step: int) -> float:
     """Return the learning rate of training step `step`, counted from 0.
 
     Warm-up is linear from `warmup_init` over `warmup_steps`; afterwards the rate is ``min_lr + (lr - min_lr) * share``
-    with a share (`_share`) that begins at 1; ``inverse-square-root`` is ``lr * sqrt(warmup_steps / step)``, at least
+    where the share (`_share`) begins at 1; ``inverse-square-root`` is ``lr * sqrt(warmup_steps / step)``, at least
     `min_lr`. The shapes are those of Megatron-core's ``OptimizerParamScheduler`` and, with `min_lr_ratio` and
     `num_cycles`, of transformers' cosine schedule.
     """
@@ -106,7 +106,7 @@ def build_adamw(parameters: Iterable[nn.Parameter], options: OptimizerOptions) -
 
 
 def load_adamw(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a saved state; the options that a configuration gives stay as they are, since they may have changed."""
+    """Load a saved state but keep the options of the current configuration, which may have changed."""
     configured = [{name: group[name] for name in ("weight_decay", "betas", "eps")} for group in optimizer.param_groups]
     groups = [saved | options for saved, options in zip(state["param_groups"], configured, strict=True)]
     optimizer.load_state_dict(dict(state) | {"param_groups": groups})
@@ -138,13 +138,13 @@ LOWER = (
 
 
 class OutOfMemory(ValueError):
-    """An allocation failed; the message has the place and what to change."""
+    """An allocation failed; the message says where, and what to change."""
 
 
 class MicroBatchTooLarge(OutOfMemory):
     """A micro-batch did not fit into the memory of one of several ranks.
 
-    The other ranks wait for it within a layer, so it cannot be repeated right away. It may fit with the setting
+    The other ranks wait for it inside a layer, so it cannot be retried right away. It may fit with the setting
     `instead`, a key and its value.
     """
 
@@ -154,17 +154,17 @@ class MicroBatchTooLarge(OutOfMemory):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a device or on the CPU."""
+    """Whether an error is a failed allocation, on a device or on the CPU."""
     failed = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return failed or (isinstance(error, RuntimeError) and CPU_ALLOCATOR in str(error))
 
 
 def out_of_memory_message(error: BaseException, where: str | None = None, advice: str = LOWER) -> str | None:
-    """Return the message to the user about a failed allocation, or None if `error` is another one.
+    """Return the message to the user about a failed allocation, or None if `error` is something else.
 
     Args:
         error: the error, with its traceback.
-        where: the place that ran out of memory; by default the last line of tether in the traceback.
+        where: the operation that ran out of memory; by default tether's last line in the traceback.
         advice: what to change.
     """
     if not is_out_of_memory(error):
@@ -179,7 +179,7 @@ def out_of_memory_message(error: BaseException, where: str | None = None, advice
 
 @contextmanager
 def named_out_of_memory(where: str | None = None, advice: str = LOWER) -> Iterator[None]:
-    """Name the place and the advice in an out-of-memory error; the arguments are those of `out_of_memory_message`.
+    """Add where it happened and advice to an out-of-memory error; the arguments are those of `out_of_memory_message`.
 
     Raises:
         OutOfMemory: an allocation failed within the context.
@@ -200,17 +200,17 @@ def within_memory(
     setting: Callable[[Limit], str],
     advice: str,
 ) -> tuple[Result, Limit]:
-    """Run an attempt with smaller and smaller micro-batches until it fits.
+    """Run an attempt, with smaller and smaller micro-batches, until it fits into memory.
 
     Args:
-        attempt: the work; it must overwrite whatever a failed attempt leaves.
-        limit: the limit of a micro-batch.
-        halved: returns the next smaller limit, or None if a micro-batch is a single row already.
-        setting: returns a limit as a setting of the configuration, for the warning.
+        attempt: the work; it must overwrite all results of a failed attempt.
+        limit: the first limit on the size of a micro-batch.
+        halved: returns the next smaller limit, or None if a micro-batch is already a single row.
+        setting: formats a limit as a configuration setting, for the warning.
         advice: what to change if a single row does not fit.
 
     Returns:
-        The result, and the limit that it needed.
+        The result, and the limit that succeeded.
 
     Raises:
         ValueError: a single row does not fit.
@@ -231,7 +231,7 @@ def within_memory(
                     setting(limit),
                 )
             return result, limit
-        # Only here, since the except block keeps the error and the tensors in its traceback alive.
+        # Free memory only here: inside the except block the error's traceback keeps the tensors alive.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         smaller = halved(limit)
@@ -245,10 +245,10 @@ def _reason(error: BaseException) -> str:
 
 
 class RowBatch(Protocol):
-    """The data of an update by rows: `tether.batch.TrainBatch`, or the decisions of a control policy."""
+    """The rows that an update trains on: `tether.batch.TrainBatch`, or the decisions of a control policy."""
 
     response_mask: Tensor
-    """[B, T]: where the policy decided something that is trained on."""
+    """[B, T]: the tokens or decisions of the policy that it is trained on."""
 
     def __len__(self) -> int: ...
 
@@ -257,16 +257,16 @@ class RowBatch(Protocol):
 
 Batch = TypeVar("Batch", bound=RowBatch)
 Outputs = TypeVar("Outputs")
-"""Outputs of a forward for the rows of a batch: a tensordict with as many rows."""
+"""Outputs of a forward for the rows of a batch: a tensordict with one entry per row."""
 
 Forward = Callable[[Any, Batch, Any], Outputs]
-"""Called with (model, micro-batch, the engine's reference model or None), and with the ranks that split the rows if
-there are any; returns the model's outputs."""
+"""Called with (model, micro-batch, the engine's reference model or None), and additionally with the ranks that share
+the rows, if any; returns the model's outputs."""
 
 
 @dataclass(frozen=True)
 class LossSizes:
-    """Token and row counts of the whole mini-batch, which are the denominators for every micro-batch."""
+    """Token and row counts of the whole mini-batch: the denominators that every micro-batch uses."""
 
     num_tokens: int
     num_sequences: int
@@ -274,49 +274,49 @@ class LossSizes:
 
 @dataclass(frozen=True)
 class LossTerm:
-    """One micro-batch's share of the loss, and metrics to log."""
+    """One micro-batch's contribution to the loss, and metrics to log."""
 
     loss: Tensor
     metrics: dict[str, Metric]
-    """Metrics that are exact for any split into micro-batches."""
+    """Metrics that are exact however the mini-batch is split into micro-batches."""
     shares: dict[str, Tensor] = field(default_factory=dict)
-    """Shares of the loss, which are summed over the micro-batches of a mini-batch and averaged over mini-batches."""
+    """Components of the loss by name: summed over the micro-batches of a mini-batch, averaged over mini-batches."""
 
 
 LossFunction = Callable[[Outputs, Batch, LossSizes], LossTerm]
 Prepare = Callable[[Batch, Outputs, torch.Generator], None]
-"""Fills in, in place, what a loss needs of a whole mini-batch, such as a ranking of its tokens; called with the
-mini-batch before it is split, the model's current outputs for it (without gradients), and a random generator."""
+"""Fills in, in place, what a loss needs to know about a whole mini-batch, such as a ranking of its tokens. Called with
+the mini-batch before it is split, the model's current outputs for it (without gradients), and a random generator."""
 
 
 @dataclass(frozen=True)
 class LossSpec(Generic[Batch, Outputs]):
-    """A loss, the forward that it is computed from, and a preparation of whole mini-batches."""
+    """A loss, the forward that it is computed from, and an optional preparation of whole mini-batches."""
 
     forward: Forward[Batch, Outputs]
     function: LossFunction[Outputs, Batch]
     prepare: Prepare[Batch, Outputs] | None = None
-    """The preparation, which costs one more forward pass over each mini-batch."""
+    """The preparation; it costs one more forward pass over each mini-batch."""
 
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """The epochs over a rollout, and its division into mini-batches."""
+    """The number of epochs over a rollout, and how it is divided into mini-batches."""
 
     mini_batch_rows: int
     epochs: int = 1
     shuffle: bool = False
     seed: int = 42
     max_ratio: float | None = None
-    """Mean importance ratio above which a mini-batch makes no optimizer step; None for no limit."""
+    """Mean importance ratio above which a mini-batch's optimizer step is skipped; None: no limit."""
     target_kl: float | None = None
-    """KL from the sampling policy that is the target or the limit, for control policies."""
+    """Target or limit of the KL from the sampling policy, for control policies."""
     leads_rate: bool = False
     """Whether the learning rate adapts to the KL after each epoch: it falls if the KL is above twice `target_kl`, and
     rises if it is below half of it. Otherwise epochs end once the KL is above `target_kl`."""
 
     def mini_batches(self, rows: int, step: int, epoch: int) -> Iterator[Tensor]:
-        """Yield the row indices of each mini-batch; the last may be smaller, and without rows there is none."""
+        """Yield the row indices of each mini-batch; the last may be smaller, and nothing is yielded without rows."""
         order = self.order(rows, step, epoch) if self.shuffle else torch.arange(rows)
         yield from order.split(self.mini_batch_rows) if rows else ()
 
@@ -336,12 +336,12 @@ class Updated(Generic[Outputs]):
 
     metrics: dict[str, float]
     outputs: Outputs | None = None
-    """Outputs of each row of the batch in its first mini-batch, without gradients; zero for rows that were not trained
-    on, and None if none were."""
+    """Outputs of each row in the first mini-batch that contained it, without gradients; zero for rows that were not
+    trained on, and None if no row was."""
 
 
 CHECKED_BYTES = 2**30
-"""Bytes of weights that `Engine.check_saving` writes at most before the first step: few enough to be quick."""
+"""Maximum bytes of weights that `Engine.check_saving` writes before the first step, so that it is quick."""
 
 
 class Engine(Protocol[Batch, Outputs]):
@@ -386,9 +386,9 @@ class Engine(Protocol[Batch, Outputs]):
         """Start to save the model and all training state.
 
         Args:
-            folder: the folder of the model, as in `save`, with the name of the role.
+            folder: the folder of the model, as in `save`, named after the role.
             state: the file for the training state, in an existing folder; None: only the model is saved.
-            copy: copies the current state, so that training can go on while it is written.
+            copy: whether to copy the current state, so that training can continue while it is written.
 
         Returns:
             A function that writes, in any thread.
@@ -396,7 +396,7 @@ class Engine(Protocol[Batch, Outputs]):
         ...
 
     def load_state(self, file: Path) -> None:
-        """Load the training state that `saving` wrote; the weights come with the model."""
+        """Load the training state that `saving` wrote; the weights are loaded with the model."""
         ...
 
 
@@ -406,14 +406,13 @@ class Learner(Generic[Batch, Outputs]):
 
     engine: Engine[Batch, Outputs]
     forward: Forward[Batch, Outputs]
-    """The forward for inference over a rollout before the update."""
+    """The forward that computes the outputs of a rollout before the update."""
     loss: LossSpec[Batch, Outputs]
     plan: UpdatePlan
     critic_loss: LossSpec[Batch, Outputs] | None = None
-    """The critic's loss, if it is part of the policy's model; None if it has its own model, or there is none."""
+    """The critic's loss, if the critic is part of the policy's model; None if it has its own model or is absent."""
     loss_at: Callable[[int], tuple[LossSpec[Batch, Outputs], dict[str, float]]] | None = None
-    """Maps the training step, counted from 0, to its loss and to the settings that change over the run; None if none
-    do."""
+    """Maps the training step, counted from 0, to its loss and scheduled settings; None if nothing is scheduled."""
 
     def infer(self, batch: Batch) -> Outputs:
         """Return the outputs for all rows, without gradients."""
@@ -430,5 +429,5 @@ class Learner(Generic[Batch, Outputs]):
 
 
 AnyLearner: TypeAlias = Learner[Any, Any]
-"""A learner for any kind of batch, for code that only passes batches on."""
+"""A learner for any kind of batch, for code that does not look into batches."""
 AnyLoss: TypeAlias = LossSpec[Any, Any]

@@ -26,17 +26,17 @@ replay(Path(__file__).parent)
 
 
 class SkippedUpdate(Protocol):
-    """A mini-batch whose gradient was not finite, which is pickled with everything that its gradient depends on."""
+    """A mini-batch whose gradient was not finite, pickled with everything that its gradient depends on."""
 
     def __len__(self) -> int: ...
 
     def backward(self, row: int) -> Tensor:
-        """Compute the gradient of one row's loss in every parameter's ``grad``, and return the loss."""
+        """Write the gradient of one row's loss into every parameter's ``grad``, and return the loss."""
         ...
 
 
 class Incidents:
-    """Saves the first skipped update of each training step, since one tends to follow the other.
+    """Saves the first skipped update of each training step; further ones of that step usually have the same cause.
 
     Args:
         folder: where to save them; None saves nothing.
@@ -56,11 +56,11 @@ class Incidents:
 def save(folder: Path, model: nn.Module, update: SkippedUpdate) -> None:
     """Save a model and its skipped update to `folder`, with a script that replays them.
 
-    A folder of that name is replaced once the new one is complete. A failure is logged as a warning, since the run can
-    go on without the record.
+    An existing folder is replaced once the new one is complete. A failure is logged as a warning, since the run can
+    continue without the record.
     """
     partial = folder.with_name(f"{PARTIAL}{folder.name}")
-    # The update refers to the model; pickled together they stay the same object.
+    # The update refers to the model; pickling both together preserves that reference.
     record = {"model": model, "update": update}
     try:
         shutil.rmtree(partial, ignore_errors=True)

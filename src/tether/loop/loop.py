@@ -1,7 +1,7 @@
 """The training loop, for language models and control policies alike.
 
-One step: let the policy act and score the result; compute the outputs of the policy, the reference and the critic for
-each of its decisions; turn rewards into advantages; update the critic and the policy; pass the new weights to the
+One step: sample from the policy and score the samples; compute the outputs of the policy, the reference and the critic
+for each of its decisions; turn rewards into advantages; update the critic and the policy; pass the new weights to the
 rollouts. `Trainer.step` is exactly that; `Trainer.fit` decides when a run logs, evaluates, saves and stops.
 """
 
@@ -41,8 +41,8 @@ from tether.runtime.global_rng import rng_state, set_rng_state
 from tether.types import StateDict
 
 OldLogProbs = Literal["recomputed", "sampler", "update"]
-"""The origin of the log-probs under the old policy: a separate forward pass; the sampler (bypass mode); or the only
-update on the rollout, which begins with the old policy."""
+"""The origin of the old policy's log-probs: a separate forward pass; the sampler (bypass mode); or the update itself,
+if it is the only one on the rollout and so starts from the old policy."""
 OnCollapse = Literal["warn", "stop", "rollback"]
 SelectRows = Callable[[Any, int], tuple[Any, dict[str, float]]]
 """Called with (batch with advantages, training step); returns the rows that the update learns from, and metrics."""
@@ -67,11 +67,11 @@ class Schedule:
         return cls(total_steps, trainer.save_freq, trainer.test_freq, trainer.val_before_train)
 
     def saves_at(self, step: int) -> bool:
-        """Return whether a checkpoint is due after this step; always after the last, if any are saved."""
+        """Return whether a checkpoint is due after this step; the last step always is, unless saving is off."""
         return self._is_due(step, self.save_freq) or (self.save_freq == -1 and step == self.total_steps)
 
     def evaluates_at(self, step: int) -> bool:
-        """Return whether an evaluation is due after this step; always after the last, if there are any."""
+        """Return whether an evaluation is due after this step; the last step always is, unless evaluation is off."""
         return self._is_due(step, self.test_freq)
 
     def logs_at(self, step: int) -> bool:
@@ -83,12 +83,12 @@ class Schedule:
 
 
 def reason_to_stop(reached_target: bool, has_collapsed: bool, on_collapse: OnCollapse) -> str | None:
-    """Return the setting that stops the run before its last step, or None if it goes on.
+    """Return the setting that stops the run before its last step, or None if it continues.
 
     Args:
         reached_target: whether an evaluation has reached the target score.
         has_collapsed: whether an alarm has reported that the policy has collapsed.
-        on_collapse: what the run does after such an alarm.
+        on_collapse: what the run does after such an alarm (``trainer.on_collapse``).
     """
     if reached_target:
         return "trainer.stop_at_score"
@@ -106,7 +106,7 @@ class Trainer:
     rollouts: Rollouts[Any, Any, Any]
     actor: AnyLearner
     critic: AnyLearner | None
-    """The critic; None without a critic, or if it belongs to the actor's model."""
+    """The critic; None if there is none, or if it is part of the actor's model."""
     reference: Callable[[Any], Any] | None
     """Returns the outputs of the reference policy for a batch."""
     reward_transforms: Sequence[RewardTransform[Any]]
@@ -115,7 +115,7 @@ class Trainer:
     """Adds advantages and returns to a batch, and returns metrics."""
     rollout_correction: RolloutCorrection | None = None
     select_rows: SelectRows | None = None
-    """Selects the rows of the update; None uses all."""
+    """Selects the rows of the update; None selects all."""
     mismatch: MismatchAlarm | None = None
     old_log_probs: OldLogProbs = "recomputed"
     critic_warmup: CriticWarmup
@@ -129,7 +129,7 @@ class Trainer:
     """Records samples or episodes of a step, for `tether view`."""
     saver: Saver = field(default_factory=Saver)
     on_collapse: OnCollapse = "warn"
-    """What to do if an alarm reports that the policy has collapsed: continue, save and stop, or also roll back."""
+    """What to do if an alarm reports that the policy has collapsed: continue, save and stop, or roll back."""
     rollbacks: Rollbacks | None = None
     """The rollbacks, if `on_collapse` is ``rollback``."""
     rollback_target: Path | None = None
@@ -140,13 +140,13 @@ class Trainer:
     step_number: int = 0
     """The number of finished training steps."""
     validation_due: bool = False
-    """Whether the evaluation of the last step is missing, so that a resumed run begins with it."""
+    """Whether the evaluation of the last step is still due, so that a resumed run begins with it."""
     unlogged: dict[str, float] = field(default_factory=dict)
-    """Metrics of the last step that were not logged, which a resumed run logs first."""
+    """Metrics of the last step that have not been logged yet; a resumed run logs them first."""
     saved_step: int = 0
     """The step of the last checkpoint."""
     weights_change: bool = False
-    """Whether the current step has begun to change weights, so that nothing can be saved before it is done."""
+    """Whether the current step has started to change weights, so that nothing can be saved before it is done."""
 
     def step(self, tasks: Any) -> dict[str, float]:
         """Run one training step on tasks of the source and return its metrics."""
@@ -205,7 +205,7 @@ class Trainer:
         return self.mismatch.measure(batch, self.loggers.warn) if self.mismatch else {}
 
     def fit(self, interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Train to the last step, or until `interrupted`, an alarm or a score stops the run with a checkpoint."""
+        """Train to the last step, or until `interrupted`, an alarm or a target score stops the run and saves it."""
         is_new_run = self.step_number == 0
         if self.step_number < self.schedule.total_steps:
             self._check_saving()
@@ -222,7 +222,7 @@ class Trainer:
             self.loggers.log(self.step_number, metrics)
             self.callbacks.on_evaluation(self.step_number, metrics)
             self._track_best(metrics)
-        if not is_new_run:  # after the evaluation, as in a run that was not interrupted before it
+        if not is_new_run:  # after the evaluation, in the same order as in an uninterrupted run
             self.rollouts.begin(self.step_number)
         if self._decide_stop():
             return
@@ -249,7 +249,7 @@ class Trainer:
                 self.callbacks.on_step_end(done, metrics)
                 saves = self.schedule.saves_at(done) or stopping
                 self.collect_saved(wait=saves)
-            # After the log: a run killed in between repeats the step, which replaces its log line instead of losing it.
+            # Save after logging: a run killed in between repeats the step and replaces its log line.
             if saves:
                 self.save(stopping=stopping)
             if stopping:
@@ -284,12 +284,12 @@ class Trainer:
                 self._skip_checkpoint(error, is_best=True)
 
     def _decide_stop(self) -> bool:
-        """Decide whether the run stops now, and where a run that stops because of a collapse goes back to."""
+        """Decide whether the run stops now and, after a collapse, to which checkpoint it rolls back."""
         since = self.alarms.collapsed_since
         self.stopped_by = reason_to_stop(self.best.reached_target, since is not None, self.on_collapse)
         if since is not None and self.stopped_by != "trainer.stop_at_score":
             self.rollback_target = self.rollbacks.choose_target(since) if self.rollbacks else None
-            # With a target it stays set, so that a run that is killed before the rollback does it when it resumes.
+            # With a target, `collapsed_since` stays set: a run killed before the rollback does it when it resumes.
             if self.rollback_target is None:
                 self.alarms.collapsed_since = None
             if self.stopped_by:
@@ -321,11 +321,11 @@ class Trainer:
     def save(self, *, stopping: bool = False) -> None:
         """Save a checkpoint of the current step, and log how long training waited for it.
 
-        If it does not fit on the disk, a run that continues keeps the earlier one. Of the last step only the weights
-        are saved then, and also of a run that stops without an earlier checkpoint.
+        If it does not fit on the disk, a run that continues keeps its earlier checkpoint. After the last step, and when
+        a run stops without an earlier checkpoint, only the weights are saved in that case.
 
         Raises:
-            DiskFull: the run stops early, or has no earlier checkpoint to continue with; or the weights do not fit
+            DiskFull: the run stops early, or has no earlier checkpoint to continue with, or the weights do not fit
                 either.
         """
         is_last = self.step_number == self.schedule.total_steps or self.best.reached_target
@@ -350,9 +350,9 @@ class Trainer:
         self.collect_saved(wait=False)
 
     def _save_weights(self, full: DiskFull) -> None:
-        """Save only the models of the current step, and warn that the rest did not fit on the disk."""
+        """Save only the models of the current step, and warn that the training state did not fit on the disk."""
         store = self.persistence.store
-        store.spared = store.last_saved()  # the newest from which a run can resume
+        store.spared = store.last_saved()  # the newest checkpoint from which a run can resume
 
         def start(folder: Path) -> Callable[[], None]:
             for role, learner in self._learners().items():
@@ -366,17 +366,17 @@ class Trainer:
         self._checkpoint_complete(self.step_number, path)
 
     def _skip_checkpoint(self, full: DiskFull, *, is_best: bool = False) -> None:
-        """Warn that the run continues without a checkpoint, which did not fit on the disk.
+        """Warn that the run continues without this checkpoint, which did not fit on the disk.
 
         Raises:
-            DiskFull: it is not that of the best evaluation, and there is no earlier one from which a run could resume.
+            DiskFull: no earlier checkpoint exists from which a run could resume, and this is not the best evaluation's.
         """
         if not is_best and self.persistence.store.last_saved() is None:
             raise full
         self.loggers.warn(f"{full.strerror} The run continues without this checkpoint.")
 
     def collect_saved(self, *, wait: bool) -> None:
-        """Notify callbacks of the last checkpoint if it is complete; `wait` waits until it is.
+        """Notify callbacks of the last checkpoint if it is complete; with `wait`, wait for it first.
 
         Raises:
             DiskFull: it did not fit on the disk, and no earlier checkpoint exists.
@@ -408,7 +408,7 @@ class Trainer:
         Args:
             state: the result of `state`.
             persistence: replaces the persistence of the run.
-            in_step: whether a step was begun after `state` and failed before it changed a weight.
+            in_step: whether a step failed after `state` was called, before it changed a weight.
             copy: whether to copy everything that training changes, so that another thread can complete the
                 checkpoint while training continues.
         """
@@ -446,11 +446,11 @@ class Trainer:
 
     @contextmanager
     def _saving_on_error(self, before: StateDict | None = None, rng: StateDict | None = None) -> Iterator[None]:
-        """Save a checkpoint if the block raises, of the current state or of the state `before` a step."""
+        """Save a checkpoint if the block raises: of the current state, or of the state `before` a step."""
         try:
             yield
-        except BaseException as error:  # including SystemExit and KeyboardInterrupt of a callback
-            with suppress(BaseException):  # a checkpoint that failed is saved again below
+        except BaseException as error:  # including SystemExit and KeyboardInterrupt from a callback
+            with suppress(BaseException):  # a failed asynchronous checkpoint is saved again below
                 self.collect_saved(wait=True)
             state = self.state() if before is None else before
             if state["step"] > self.saved_step and not (before and self.weights_change):
@@ -460,7 +460,7 @@ class Trainer:
                         set_rng_state(rng)
                     path = self.write_checkpoint(state, in_step=before is not None)
                 except Exception as failure:
-                    if failure is error:  # a failed rank cannot save either, and the error is reported once
+                    if failure is error:  # a failed rank cannot save either; report its error only once
                         raise
                     reason = failure.strerror if isinstance(failure, OSError) else failure
                     self.loggers.warn(f"{stopping}, and no checkpoint could be saved: {reason}")
@@ -499,7 +499,7 @@ class Trainer:
             self.mismatch.load_state_dict(state["mismatch"])
         self.source.load_state_dict(state["source"])
         self.rollouts.load_state_dict(state["rollouts"])
-        for transform in self.reward_transforms:  # one that is new in the configuration has no saved state
+        for transform in self.reward_transforms:  # transforms added to the configuration since then have no saved state
             if type(transform).__name__ in state["reward_transforms"]:
                 transform.load_state_dict(state["reward_transforms"][type(transform).__name__])
 

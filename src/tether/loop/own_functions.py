@@ -1,6 +1,4 @@
-"""A user's advantage estimator or policy loss, ``FILE.py:NAME``, which can be given instead of the name of a built-in
-one.
-"""
+"""User-defined advantage estimators and policy losses, configured as ``FILE.py:NAME`` instead of a built-in name."""
 
 from __future__ import annotations
 
@@ -24,21 +22,21 @@ CHOSEN_FOR_ONE_LOSS = {"selected"}
 
 
 def advantage_estimator(name: str) -> Callable[..., Advantages]:
-    """Return the built-in estimator of this name, or that of a user's file, with the keywords of all estimators.
+    """Return the built-in estimator of this name, or the user's function, with the keywords that all estimators accept.
 
     Raises:
-        ValueError: there is no such file or function, it takes arguments that a run does not have, or a test call does
-            not return finite `Advantages`.
+        ValueError: there is no such file or function, it requires arguments that a run does not have, or a test call
+            does not return finite `Advantages`.
     """
     return ADVANTAGE_ESTIMATORS.get(name) or _own_estimator(name)
 
 
 def policy_loss(name: str) -> Callable[..., TokenLoss]:
-    """Return the built-in policy loss of this name, or that of a user's file, with the keywords of all losses.
+    """Return the built-in policy loss of this name, or the user's function, with the keywords that all losses accept.
 
     Raises:
-        ValueError: there is no such file or function, it takes arguments that a run does not have, or a test call does
-            not return a finite `TokenLoss` with a gradient.
+        ValueError: there is no such file or function, it requires arguments that a run does not have, or a test call
+            does not return a finite `TokenLoss` with a gradient.
     """
     return POLICY_LOSSES.get(name) or _own_loss(name)
 
@@ -77,7 +75,7 @@ def _own_loss(name: str) -> Callable[..., TokenLoss]:
 def _load(
     name: str, key: str, arguments: tuple[str, ...], registry: Mapping[str, Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """Load the function from its file and wrap it so that it can be called like those of the registry."""
+    """Load the function from its file and wrap it so that it can be called like a built-in one."""
     path, _, attribute = name.rpartition(":")
     module = import_python_file(path, key)
     function = vars(module).get(attribute)
@@ -126,8 +124,7 @@ def _check_tokens(value: object, mask: Tensor, what: str) -> None:
 
 
 def _toy() -> dict[str, Any]:
-    """Return all inputs for four rows of two groups, one row without a token and one with a tool's output in the
-    middle."""
+    """Return inputs for a test call: two groups, with one row without tokens and one with a tool's output inside."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.tensor([[True, True, True], [True, False, True], [True, True, False], [False, False, False]])
     names = ("rewards", "values", "advantages", "log_probs", "old_log_probs", "rollout_log_probs")

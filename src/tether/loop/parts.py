@@ -1,13 +1,13 @@
-"""Small parts of the training loop, most of which a configuration switches on.
+"""Small components of the training loop, most of which are enabled by configuration.
 
 `Callbacks` are notified of each step, evaluation and checkpoint. `Saver` completes checkpoints, either immediately or
-in a thread while training continues (``trainer.async_save``). `CriticWarmup` holds the policy back until the critic
-explains the returns. `BestEvaluation` keeps the checkpoint of the best evaluation, and may end the run. `Rollbacks`
-decides what a run does whose policy has collapsed: it stops, or continues from an earlier checkpoint. `StepProfiler`
-traces selected steps, from every process of the run.
+in a thread while training continues (``trainer.async_save``). `CriticWarmup` delays training of the policy until the
+critic explains the returns. `BestEvaluation` keeps the checkpoint of the best evaluation, and can end the run.
+`Rollbacks` decides whether a run whose policy has collapsed stops or continues from an earlier checkpoint.
+`StepProfiler` traces selected steps, from every process of the run.
 
-`RolloutCorrection` rejects samples that are too far from the policy, and weighs the others by importance. This requires
-recomputed old log-probs. In bypass mode the policy loss applies the same correction
+`RolloutCorrection` rejects samples that are too far from the policy, and weights the others by importance. This
+requires recomputed old log-probs. In bypass mode the policy loss applies the same correction
 (`tether.algorithms.POLICY_LOSSES["bypass_mode"]`), since only the sampler's log-probs are available before the update.
 """
 
@@ -46,16 +46,16 @@ HOOKS: Mapping[str, tuple[str, ...]] = {
     "on_evaluation": ("step", "metrics"),
     "on_checkpoint": ("step", "path"),
 }
-"""Arguments of each callback method."""
+"""Callback methods and their arguments."""
 
 
 class Callbacks:
-    """Calls the methods of `HOOKS` that objects have, in the order of the objects.
+    """Calls those methods of `HOOKS` that the objects define, in the order of the objects.
 
     An exception of a callback ends the run, after a checkpoint of the finished step.
 
     Args:
-        objects: objects with at least one of the methods each.
+        objects: objects that each define at least one of the methods.
 
     Raises:
         ValueError: an object has none of the methods, or a method with an unknown name or wrong arguments.
@@ -67,7 +67,7 @@ class Callbacks:
         self._objects = tuple(objects)
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Notify that a step, including its evaluation and log, is done; `metrics` has everything that it measured."""
+        """Notify that a step is done, including its evaluation and log; `metrics` has all of its metrics."""
         self._call("on_step_end", step, metrics)
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -103,7 +103,7 @@ OnSaved = Callable[[int, Path], None]
 
 
 class Saver:
-    """Writes one checkpoint at a time; `collect` raises the errors of writing."""
+    """Writes one checkpoint at a time in a thread or immediately; `collect` raises the errors of writing."""
 
     def __init__(self, background: bool = False) -> None:
         self.background = background
@@ -117,7 +117,7 @@ class Saver:
         self._step, self._pending = step, self._thread.submit(complete) if self.background else _done(complete())
 
     def collect(self, on_saved: OnSaved, *, wait: bool) -> None:
-        """Call `on_saved` if the submitted checkpoint is complete; `wait` waits until it is."""
+        """Call `on_saved` if the submitted checkpoint is complete; with `wait`, wait for it first."""
         if self._pending is None or not (wait or self._pending.done()):
             return
         pending, self._pending = self._pending, None
@@ -135,19 +135,19 @@ def _done(path: Path) -> Future[Path]:
 
 @dataclass
 class CriticWarmup:
-    """Trains only the critic up to a step, and until it has once explained enough variance."""
+    """Trains only the critic until a given step, and until it has once explained enough variance."""
 
     steps: int = 0
-    """The step, counted from 1, before which only the critic learns, whatever it explains."""
+    """The step, counted from 1, before which only the critic learns, even if it already explains enough variance."""
     explained_variance: float | None = None
-    """The share of the returns' variance that the critic must explain once; None requires none."""
+    """The share of the returns' variance that the critic must explain once; None: no requirement."""
     reached: bool = False
     """Whether the critic has explained that share once; the policy continues to learn if it gets worse later."""
     ended: bool = False
     """Whether the policy has learned in a step."""
 
     def observe(self, step: int, explained_variance: float) -> bool:
-        """Take what the critic explains in a step into account, and return whether the policy learns in this step.
+        """Record the variance that the critic explains in a step, and return whether the policy learns in this step.
 
         Args:
             step: the step, counted from 1.
@@ -160,7 +160,7 @@ class CriticWarmup:
         return is_over
 
     def unfinished_problem(self) -> str | None:
-        """Return a message if the policy has learned in no step of the run, with the reason."""
+        """Return a message with the reason if the policy has not learned in any step of the run, else None."""
         if self.ended:
             return None
         if self.reached:
@@ -176,7 +176,7 @@ class CriticWarmup:
         return {"reached": self.reached, "ended": self.ended}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load what `state_dict` returned; a threshold that was reached counts even if a new one is configured."""
+        """Load what `state_dict` returned; a threshold that was reached stays reached if the setting changes."""
         self.reached, self.ended = state["reached"], state["ended"]
 
 
@@ -187,12 +187,12 @@ class BestEvaluation:
     persistence: Persistence | None = None
     """Saves the checkpoint of the best evaluation; None keeps none."""
     stop_at: float | None = None
-    """The score at which the run stops; None never stops it."""
+    """The score at which the run stops; None: no such score."""
     score: float = -math.inf
     saved_score: float = -math.inf
-    """The score of the checkpoint that is kept, which is lower than `score` if a better one did not fit on the disk."""
+    """The score of the saved best checkpoint, which is lower than `score` if a better one did not fit on the disk."""
     is_new: bool = False
-    """Whether the last evaluation was better than that of the checkpoint that is kept."""
+    """Whether the last evaluation was better than that of the saved best checkpoint."""
 
     @property
     def reached_target(self) -> bool:
@@ -200,7 +200,7 @@ class BestEvaluation:
         return self.stop_at is not None and self.score >= self.stop_at
 
     def update(self, metrics: Mapping[str, float]) -> None:
-        """Compare the score of an evaluation, if it has one, with those of earlier evaluations."""
+        """Compare the score of an evaluation, if it has one, with the best earlier score."""
         score = evaluation_score(metrics)
         self.is_new = score > self.saved_score
         self.score, self.saved_score = max(self.score, score), max(self.saved_score, score)
@@ -215,22 +215,22 @@ class BestEvaluation:
 
 @dataclass(frozen=True)
 class Rollbacks:
-    """The rollbacks that a run has done and may still do, each to a checkpoint from before a collapse."""
+    """The rollbacks of a run, done and remaining; each returns to a checkpoint from before a collapse."""
 
     store: CheckpointStore
     max_rollbacks: int
     done: Sequence[Rollback]
     factor: float
-    """The factor of the policy's learning rate for each rollback."""
+    """The factor that each rollback applies to the policy's learning rate."""
 
     def choose_target(self, since: int) -> Path | None:
         """Return the newest checkpoint without signs of a collapse, and protect it from deletion.
 
-        Return None if there is no such checkpoint or no rollback left.
+        Return None if there is no such checkpoint or no rollback remains.
 
         Args:
-            since: first step with signs of the collapse, in which the policy of the checkpoint before it acted. If it
-                is not later than in the last collapse, the checkpoint of that rollback was too late.
+            since: first step with signs of the collapse; its batch was sampled by the policy of the checkpoint before
+                it. If it is not later than in the last collapse, the checkpoint of that rollback was already too late.
         """
         if len(self.done) >= self.max_rollbacks:
             return None
@@ -259,7 +259,7 @@ STOPS = (
 
 
 class Ranks(Protocol):
-    """The processes of a run on several devices, as the loop knows them; `tether.distributed.Group` adds more."""
+    """The processes of a run on several devices, as the loop uses them; `tether.distributed.Group` adds more."""
 
     @property
     def size(self) -> int: ...
@@ -268,9 +268,9 @@ class Ranks(Protocol):
         """Call a method of a component on all ranks at once.
 
         Args:
-            component: its key in the mapping that the factory returned.
+            component: the component's key in the mapping that the factory returned.
             method: name of the method.
-            arguments: positional arguments of each rank; None does not call this rank and returns None for it.
+            arguments: positional arguments of each rank; None skips this rank, whose result is then None.
 
         Returns:
             The results, in the order of ranks.
@@ -288,7 +288,7 @@ class StepProfiler:
     steps: Collection[int]
     folder: Path
     ranks: Ranks | None = None
-    """The ranks, each with a `ProcessTrace` named ``trace``; None if there is only this process."""
+    """The ranks, each with a `ProcessTrace` named ``trace``; None if this is the only process."""
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
@@ -313,7 +313,8 @@ class StepProfiler:
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """Corrects for the sampler with the formulas of `tether.algorithms.rollout_correction`."""
+    """Corrects for the mismatch between sampler and trainer with the formulas of
+    `tether.algorithms.rollout_correction`."""
 
     importance: str | None = None
     """The level of the weights, ``token`` or ``sequence``; None computes no weights."""
@@ -322,7 +323,7 @@ class RolloutCorrection:
     batch_normalize: bool = False
     """Whether to divide the weights by their mean over the batch."""
     threshold_lower: float | None = None
-    """The lower bound of a weight; with it, weights outside of the bounds are 0."""
+    """The lower bound of a weight; if it is set, weights outside of the bounds become 0."""
     rejection: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Bounds by mode, as returned by `parse_rejection`."""
     veto_threshold: float | None = None
@@ -334,7 +335,7 @@ class RolloutCorrection:
         a score.
         """
         # Later stages of the step ignore rejected tokens: advantages (GAE skips them) and the denominators of the
-        # losses. Weights and their mean are those of all sampled tokens, rejected or not.
+        # losses. Weights and their mean are computed over all sampled tokens, including rejected ones.
         old, sampler, sampled = filled(batch.old_log_probs), batch.rollout_log_probs, batch.response_mask
         if not sampled.any():
             return {}

@@ -1,7 +1,7 @@
-"""Checks before the first step: whether there is enough memory, and what is wrong with the untrained policy's samples.
+"""Checks before the first step: whether there is enough memory, and whether the untrained policy's samples look right.
 
-Most runs that learn nothing can be recognised from one screen: a template that was not applied, actions that are all
-clipped, rewards that are all the same. Each finding names its cause and the fix.
+Most runs that would learn nothing can be recognised early: the chat template was not applied, all actions are clipped,
+all rewards are the same. Each finding names its cause and the fix.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Finding:
     message: str
     """The problem, with numbers, and the fix."""
     refuses: bool = False
-    """Whether the run does not start with it."""
+    """Whether the run refuses to start because of it."""
 
 
 class PreflightSample(Protocol):
@@ -39,7 +39,7 @@ class PreflightSample(Protocol):
 
     @property
     def findings(self) -> Sequence[Finding]:
-        """The problems of the sample."""
+        """Return the problems of the sample."""
         ...
 
     @property
@@ -48,13 +48,13 @@ class PreflightSample(Protocol):
         ...
 
     def render(self) -> list[RenderableType]:
-        """Return what is printed of the sample."""
+        """Return what is printed about the sample."""
         ...
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Memory that a run allocates in its first step and keeps."""
+    """Memory that a run allocates in its first step and does not free."""
 
     purpose: str
     device: torch.device
@@ -63,7 +63,7 @@ class MemoryNeed:
 
 @dataclass(frozen=True)
 class Preflight:
-    """The sample of a preflight, and its findings."""
+    """The sample of the policy before training, and the findings."""
 
     sample: PreflightSample | None
     """The sample; None if there is not enough memory for a step, so that nothing was sampled."""
@@ -71,7 +71,7 @@ class Preflight:
 
     @property
     def refused(self) -> bool:
-        """Whether a finding prevents the run."""
+        """Whether a finding prevents the run from starting."""
         return any(finding.refuses for finding in self.findings)
 
     def show(self, console: Console) -> None:
@@ -105,7 +105,7 @@ def preflight(
 
 
 def memory_findings(needs: Sequence[MemoryNeed]) -> list[Finding]:
-    """Return a finding for each device whose memory cannot fit the first step, whatever its micro-batch size."""
+    """Return a finding for each device without enough memory for the first step at any micro-batch size."""
     findings = []
     for device in dict.fromkeys(need.device for need in needs):
         device_needs, free = [need for need in needs if need.device == device], available_memory(device)
@@ -134,7 +134,7 @@ def _size(count: int) -> str:
 
 
 def update_findings(rows: int, mini_batch_rows: int, epochs: int) -> list[Finding]:
-    """Return a finding if each batch gets a single update, in which the ratio is 1 and the clip has no effect."""
+    """Return a finding if each batch gets one update, where the ratio is always 1 and the clip has no effect."""
     if rows > mini_batch_rows or epochs > 1:
         return []
     return [

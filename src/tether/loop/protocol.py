@@ -15,17 +15,17 @@ from tether.types import StateDict
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
 Tasks_co = TypeVar("Tasks_co", covariant=True)
-"""The tasks of a step: prompts, or seeds of start states."""
+"""The tasks of a step: prompts, or the seeds of start states."""
 Tasks_contra = TypeVar("Tasks_contra", contravariant=True)
 Batch_contra = TypeVar("Batch_contra", contravariant=True)
 Batch = TypeVar("Batch")
 Details = TypeVar("Details")
-"""What a collector needs to know of its batch later; the loop only passes it back."""
+"""A collector's own data about its batch, which the loop passes back to it unchanged."""
 
 
 @dataclass(frozen=True)
 class Experience(Generic[Batch, Details]):
-    """The rollout of a step."""
+    """The rollout of a step: its batch and the collector's details."""
 
     batch: Batch
     details: Details
@@ -43,7 +43,7 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class CheckpointExtras:
-    """What the rollouts add to a checkpoint."""
+    """Additions of the rollouts to a checkpoint."""
 
     state: Mapping[str, Any] = field(default_factory=dict)
     """Entries that replace those of `Rollouts.state_dict`."""
@@ -52,7 +52,7 @@ class CheckpointExtras:
 
 
 class Stateful(Protocol):
-    """An object with state that persists between steps; by default there is none."""
+    """An object with state that persists between steps; the default implementation has none."""
 
     def state_dict(self) -> StateDict:
         """Return the state for a checkpoint."""
@@ -71,7 +71,7 @@ class Source(Stateful, Protocol[Tasks_co]):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the position of the source before the next tasks."""
+        """Return metrics of the source's position before it provides the next tasks."""
         return {}
 
 
@@ -84,11 +84,11 @@ class RewardTransform(Stateful, Protocol[Batch_contra]):
 
 
 class Rollouts(Stateful, Protocol[Tasks_contra, Batch, Details]):
-    """Acts with the current policy, in training and in evaluation; by default without a state and files."""
+    """Acts with the current policy, in training and evaluation; by default it has no state and no files."""
 
     @property
     def can_evaluate(self) -> bool:
-        """Whether there is something to evaluate the policy on."""
+        """Whether there are prompts or environments to evaluate the policy on."""
         ...
 
     def begin(self, step: int) -> None:
@@ -121,15 +121,15 @@ class Rollouts(Stateful, Protocol[Tasks_contra, Batch, Details]):
         ...
 
     def metrics_to_log(self) -> dict[str, float]:
-        """Return metrics of everything since the last log."""
+        """Return metrics accumulated since the last log."""
         return {}
 
     def logged(self) -> None:
-        """Reset the metrics of `metrics_to_log`, which were logged."""
+        """Reset the metrics of `metrics_to_log` after they were logged."""
         return
 
     def load_weights(self, weights: WeightUpdate) -> None:
-        """Sample with these weights from now on; shared weights are not copied."""
+        """Sample with these weights from now on; weights that are shared with the engine are not copied."""
         ...
 
     def evaluate(self, step: int, progress: Progress) -> EvaluationResult:
@@ -140,12 +140,12 @@ class Rollouts(Stateful, Protocol[Tasks_contra, Batch, Details]):
         """Return what a checkpoint contains in addition to `state_dict`.
 
         Args:
-            in_step: whether a step was begun after `state_dict` and failed.
+            in_step: whether a step failed after `state_dict` was called.
         """
         return CheckpointExtras()
 
     def checkpoint_saved(self, step: int) -> None:
-        """Handle that a checkpoint of `step` steps was written and the run continues."""
+        """Handle that the checkpoint of `step` steps was written; the run continues."""
         return
 
     def load_checkpoint(self, checkpoint: Path) -> None:
@@ -158,7 +158,7 @@ class StepRecorder(Protocol):
 
     @property
     def is_due(self) -> bool:
-        """Whether the next step is to be recorded."""
+        """Whether to record the next step."""
         ...
 
     def record(self, step: int, experience: Any, before: Any, trained: Any) -> None:
@@ -168,7 +168,7 @@ class StepRecorder(Protocol):
             step: the training step.
             experience: the `Experience`, with everything that the step added to it.
             before: outputs of the policy at the start of the update; None if they were not computed.
-            trained: its outputs for each row of the batch while the update trained on it; None if it did not, or if the
-                engine does not return them.
+            trained: its outputs for each row of the batch while the update trained on it; None if it did not train, or
+                if the engine does not return them.
         """
         ...

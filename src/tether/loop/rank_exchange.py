@@ -1,6 +1,4 @@
-"""What a rank of a run does beside its updates: it exchanges objects with the others, and writes its share of a
-checkpoint in a thread.
-"""
+"""A rank's work besides updates: exchanging objects with other ranks, and writing its share of a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ def from_all(value: Value) -> list[Value]:
 def pickled(value: object) -> bytes:
     """Pickle a value for `pickle.loads`, storing only the elements of CPU tensors.
 
-    By default a tensor is pickled as a file of `torch.save`, with all of its storage, which takes ten times the time
-    and the bytes for the metrics of a micro-batch.
+    By default a tensor is pickled as a `torch.save` file with its entire storage, which for the metrics of a
+    micro-batch takes ten times as long and ten times as many bytes.
     """
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
@@ -52,7 +50,7 @@ def _tensor(numbers: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
 
 
 class Writing:
-    """Runs one job at a time in a thread; errors of writing files are returned, since the rank can go on after them."""
+    """Runs one job at a time in a thread; errors of writing files are returned, since the rank can continue."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint")

@@ -1,4 +1,4 @@
-"""Components that text and control runs share; does not load transformers, which control runs do not need."""
+"""Components that text and control runs share; it does not import transformers, which control runs do not need."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Run:
     """A trainer with its configuration and resources."""
 
     loaded: LoadedConfig
-    """The configuration of the run, with all automatic values decided."""
+    """The configuration of the run, with all automatic values resolved."""
     trainer: Trainer
     directory: Path
     """Folder of checkpoints, logs and samples."""
     resumed_from: Path | None
     resources: ExitStack
-    """Processes of rewards or environments, loggers, and the lock of the folder, to close after the run."""
+    """Resources to close after the run: reward or environment processes, loggers, and the lock of the folder."""
     about: tuple[str, ...]
-    """Lines for the user that describe the data of the run."""
+    """Lines that describe the data of the run to the user."""
     preflight: Callable[[], Preflight]
     """Checks a run before it begins."""
 
@@ -69,7 +69,7 @@ def find_start(loaded: LoadedConfig) -> tuple[CheckpointStore, Path | None]:
 
 
 def _only_weights(checkpoint: Path, earlier: Path | None) -> str:
-    """Return the message about a checkpoint without training state, with an earlier one if there is any."""
+    """Return the message about a checkpoint without training state, naming an earlier complete one if there is any."""
     path = shlex.quote(f"trainer.resume_from_path={earlier}")
     model = shlex.quote(f"actor_rollout_ref.model.path={checkpoint}")
     resume = f"trainer.resume_mode=resume_path {path}: resumes from an earlier one; "
@@ -80,7 +80,7 @@ def _only_weights(checkpoint: Path, earlier: Path | None) -> str:
 
 
 def checkpoint_line(config: RunConfig, models: Iterable[nn.Module]) -> list[str]:
-    """Return a line about the size of a checkpoint of these models; empty if none is saved.
+    """Return a line about the size of a checkpoint of these models, or no line if none is saved.
 
     Weights are stored in float32, and so are the two AdamW moments of trained weights.
     """
@@ -136,9 +136,9 @@ def begin_run(
     checkpoint: Path | None,
     resources: ExitStack,
 ) -> TrainerParts:
-    """Open the loggers of a run, and set aside checkpoints that are not on the path to its start.
+    """Open the loggers of a run, and set aside checkpoints that are not ancestors of its start.
 
-    Nothing may refuse the run afterwards, because earlier checkpoints have been moved.
+    After this call no check may refuse the run, because checkpoints have been moved.
     """
     actor, trainer = loaded.config.actor_rollout_ref.actor, loaded.config.trainer
     info = RunInfo(
@@ -207,8 +207,8 @@ def _best_evaluation(trainer: TrainerConfig, persistence: Persistence, checkpoin
     Args:
         trainer: section of the configuration.
         persistence: persistence of the run.
-        checkpoint: the checkpoint that the run resumes from. A best checkpoint that does not lead to it is set aside,
-            because it would belong to a different run.
+        checkpoint: the checkpoint that the run resumes from. A best checkpoint that is not one of its ancestors is set
+            aside, because it belongs to a different run.
     """
     root = persistence.store.root
     store = CheckpointStore(root / BEST, keep=1)
@@ -237,18 +237,18 @@ def build_profiler(trainer: TrainerConfig, schedule: Schedule, ranks: Ranks | No
 
 
 def build_recorder(trainer: TrainerConfig, checkpoint: Path | None) -> RecordFile:
-    """Return the file of the samples and episodes of a run, for `tether view`."""
+    """Return the file that records samples and episodes of a run for `tether view`."""
     resumed = step_of(checkpoint) if checkpoint else None
     return RecordFile(Path(trainer.default_local_dir), int(1e6 * trainer.record_mb), resumed)
 
 
 def ranks_line(config: RunConfig) -> str:
-    """Return a line for the user about several devices."""
+    """Return a line for the user about the devices of the run."""
     return f"{device_count(config)} devices; up to {config.trainer.max_restarts} restarts when one is lost"
 
 
 def policy_loss_options(actor: ActorConfig) -> dict[str, float | None]:
-    """Return the keyword arguments that all policy losses have."""
+    """Return the keyword arguments that all policy losses accept."""
     return {
         "tau_pos": actor.tau_pos,
         "tau_neg": actor.tau_neg,
@@ -278,7 +278,7 @@ def loss_by_step(actor: ActorConfig, total_steps: int, make: Callable[[ActorConf
 
 
 def selection_options(actor: ActorConfig) -> dict[str, float]:
-    """Return the keyword arguments that select tokens for separate treatment in the loss; empty without a selection."""
+    """Return the keyword arguments of losses that select tokens across a mini-batch; empty for other losses."""
     loss = actor.policy_loss
     if loss.loss_mode not in TOKEN_SELECTIONS:
         return {}

@@ -2,8 +2,8 @@
 sampler and trainer.
 
 Legend: B = rows, T = response positions, N = positions where the policy sampled (``response_mask``). Every statistic
-first selects the valid entries and then reduces them in float64, so that nothing outside the mask can affect it. The
-keys of a statistic without entries are absent.
+    first selects the valid entries and then reduces them in float64, so that values outside the mask have no effect. A
+    statistic without valid entries is omitted from the result.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from tether.batch import TrainBatch, filled
 
 MAX_LOG_RATIO = 20.0
-"""Bounds exp(log ratio), so that a single token cannot overflow the k3 estimate."""
+"""Bound on the log ratio, so that the exp of a single token cannot overflow the k3 estimate."""
 NGRAM = 4
-"""Length of the n-grams whose repetition is counted."""
+"""Length of the n-grams whose repetitions are counted."""
 
 
 def data_metrics(batch: TrainBatch, *, max_prompt_length: int) -> dict[str, float]:
-    """Return metrics of a finished batch, without those of fields that are still None.
+    """Return metrics of a finished batch; metrics of fields that are None are omitted.
 
     Args:
         batch: a batch with `token_level_scores` and the fields that the step has computed.
@@ -53,7 +53,7 @@ def length_metrics(
     *,
     max_prompt_length: int,
 ) -> dict[str, float]:
-    """Return lengths in tokens, the fraction of truncated responses and that of prompts that fill the limit."""
+    """Return lengths in tokens, and the fractions of truncated responses and of prompts that reach the limit."""
     return {
         **_spread("response_length", response_length),
         "response_length/clip_ratio": truncated.double().mean().item(),
@@ -80,7 +80,7 @@ def group_metrics(scores: Float[Tensor, " B"], uid: Int[Tensor, " B"], scored: B
 
 
 def identical_replies(batch: TrainBatch) -> dict[str, float]:
-    """Return the fraction of scored responses that equal the most frequent one; empty without two different prompts."""
+    """Return the fraction of scored responses equal to the most frequent one; empty without two different prompts."""
     rows = batch.scored.nonzero().flatten().tolist()
     prompts = _rows_as_bytes(batch.prompt_ids, batch.prompt_length, rows)
     replies = _rows_as_bytes(batch.response_ids, batch.response_length, rows)
@@ -98,10 +98,10 @@ def repeated_sequences(batch: TrainBatch) -> dict[str, float]:
     mask = batch.response_mask & batch.scored[:, None]
     if mask.shape[1] < NGRAM:
         return {}
-    complete = mask.unfold(1, NGRAM, 1).all(dim=-1)  # [B, W]; no n-gram spans tokens of a tool
+    complete = mask.unfold(1, NGRAM, 1).all(dim=-1)  # [B, W]; no n-gram contains tokens of a tool
     count = complete.sum(dim=-1)
     codes = torch.zeros_like(batch.response_ids[:, NGRAM - 1 :])
-    for first in range(NGRAM):  # a 64-bit hash, which wraps around
+    for first in range(NGRAM):  # a 64-bit hash, with wrap-around
         codes = codes * 6364136223846793005 + batch.response_ids[:, first : first + codes.shape[1]] + 1
     ordered = codes.masked_fill(~complete, 0).sort(dim=-1).values
     distinct = 1 + (ordered.diff(dim=-1) != 0).sum(dim=-1) - (count < complete.shape[1]).long()
@@ -153,8 +153,7 @@ def _spread(prefix: str, values: Tensor) -> dict[str, float]:
 
 
 def _correlation(x: Float[Tensor, " N"], y: Float[Tensor, " N"]) -> float:
-    """Return Pearson's coefficient; where one side is constant, it is undefined and taken as 1 if both are equal, else
-    0."""
+    """Return Pearson's coefficient; where a constant side leaves it undefined, 1 if both are equal, else 0."""
     x_centered, y_centered = x - x.mean(), y - y.mean()
     scale = x_centered.norm() * y_centered.norm()
     if scale == 0:
@@ -163,7 +162,7 @@ def _correlation(x: Float[Tensor, " N"], y: Float[Tensor, " N"]) -> float:
 
 
 def estimator_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Return metrics of the advantages of a finished batch, and of the optional fields that its estimator needs."""
+    """Return metrics of a finished batch's advantages, and of the optional fields that its estimator needs."""
     mask, scored = batch.response_mask, batch.scored
     metrics = _mean("critic/score/nonzero_fraction", _row_sums(batch.token_level_scores, mask)[scored] != 0)
     if batch.advantages is not None:

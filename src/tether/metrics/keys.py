@@ -1,7 +1,7 @@
-"""Every metric key in one place, with its meaning and the range that a healthy run stays in.
+"""Every metric key, with its meaning and the range of values in a healthy run.
 
 Names are verl's where verl has the metric. ``<...>`` in a key is a placeholder, for example for the phase in
-``timing_s/<phase>``. Documentation and plots read this table; a test compares it with what runs log.
+``timing_s/<phase>``. Documentation and plots read this table; a test compares it with the keys that runs log.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class MetricInfo:
     """The meaning of a metric."""
 
     meaning: str
-    """One line, with the unit if there is one."""
+    """One line, with the unit if it has one."""
     healthy: str | None = None
     """The range of a healthy run, if there is a typical one."""
     when: str | None = None
-    """The condition under which it is logged; None: by the runs of tests/runs/test_metric_keys.py."""
+    """The condition under which it is logged; None: it is logged by the runs of tests/runs/test_metric_keys.py."""
 
 
 def _spread(prefix: str, what: str, healthy_mean: str | None = None) -> dict[str, MetricInfo]:
@@ -451,8 +451,7 @@ METRICS: Mapping[str, MetricInfo] = {
 
 
 def describe(key: str) -> MetricInfo | None:
-    """Return the entry of a logged key, None for unknown keys; exact entries take precedence over those with
-    ``<...>``."""
+    """Return the entry of a logged key, or None; exact entries take precedence over those with ``<...>``."""
     if key in METRICS:
         return METRICS[key]
     matching = (info for template, info in METRICS.items() if _pattern(template).fullmatch(key))

@@ -1,7 +1,8 @@
 """Draws the curves of one or several runs from their `metrics.jsonl`, as a page of small charts.
 
-One run: thin values with a bold running mean. Several runs: each in its own colour, named in the legend. With `mean`,
-for runs that differ only in their seed: each run thin, and bold their mean over the steps that all have reached.
+One run is drawn as thin values with a bold running mean; several runs each in their own colour, named in the legend.
+With `mean`, for runs that only differ in their seed, each run is thin, and their mean over the steps that all have
+reached is bold.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ STYLE: Any = {
     "legend.fontsize": 8,
 }
 OUTSIDE_STEP = {"timing_s/env", "timing_s/step", "timing_s/testing", "timing_s/save_checkpoint"}
-"""Timings outside of `timing_s/step`."""
+"""Timings that are not part of `timing_s/step`."""
 STEP_SECONDS = "timing_s/step"
 SHORTEST_SHARE = 0.005
-"""Phases that take less than this fraction of a step are not drawn."""
+"""Phases below this fraction of a step are not drawn."""
 SMOOTHED_FROM = 30
-"""Number of steps from which on a single run gets a running mean."""
+"""Minimum number of steps of a single run for a running mean."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart of keys that share a scale; `log` requests a logarithmic scale where all values are positive."""
+    """One chart of keys that share a scale; with `log` the scale is logarithmic if all values are positive."""
 
     title: str
     unit: str
@@ -67,7 +68,7 @@ class Panel:
     labels: tuple[str, ...] = ("",)
     log: bool = False
     floor: float | None = None
-    """Values below it are cut off, because early outliers would hide the other values."""
+    """Lower bound of the axis, because early outliers would hide the other values."""
     stacked: bool = False
 
 
@@ -102,15 +103,15 @@ def plot_run(
     Args:
         run_dirs: folders with a `metrics.jsonl`.
         out_png: file to write; other suffixes that matplotlib knows (.svg, .pdf) work too.
-        keys: metrics to draw, one chart each; None: those that summarise a run.
-        mean: the runs are repetitions of one experiment; draw their mean.
+        keys: metrics to draw, one chart each; None: the metrics that summarise a run.
+        mean: whether the runs are repetitions of one experiment, whose mean is drawn.
         title: title of the page; None: the names of the folders.
 
     Returns:
         `out_png`.
 
     Raises:
-        ValueError: a folder without metrics, a key that no run has, or a picture that cannot be written.
+        ValueError: a folder has no metrics, no run has a key, or the picture cannot be written.
     """
     folders = [run_dirs] if isinstance(run_dirs, Path) else list(run_dirs)
     runs = [read_metrics(folder) for folder in folders]
@@ -137,7 +138,7 @@ def plot_run(
 
 
 def _counts_env_steps(run: Run) -> bool:
-    """Return whether each training step logs the number of environment steps so far."""
+    """Return whether every training step logs the total number of environment steps so far."""
     return all(step == 0 or "perf/env_steps" in record for step, record in run.items())
 
 
@@ -158,7 +159,7 @@ def _default_panels(runs: Sequence[Run], logged: set[str]) -> list[Panel]:
 
 
 def _phases(runs: Sequence[Run], logged: set[str]) -> list[str]:
-    """Return the keys of the phases of a step, the longest first, without those too short to be visible."""
+    """Return the keys of the phases of a step, the longest first, without phases too short to be visible."""
     phases = {key for key in logged if key.startswith("timing_s/") and key.count("/") == 1} - OUTSIDE_STEP
     seconds = {key: sum(record.get(key, 0.0) for run in runs for record in run.values()) for key in phases}
     visible = [key for key in phases if seconds[key] >= SHORTEST_SHARE * sum(seconds.values())]
@@ -166,7 +167,7 @@ def _phases(runs: Sequence[Run], logged: set[str]) -> list[str]:
 
 
 def _panel_of(key: str, defaults: Sequence[Panel], logged: set[str]) -> Panel:
-    """Return the default chart if it draws only this key, else one titled with the key."""
+    """Return the default chart that only draws this key, if there is one, else a chart titled with the key."""
     if key not in logged:
         raise ValueError(f"no run has the metric {key!r}.{did_you_mean(key, logged)}")
     for panel in defaults:
@@ -225,7 +226,7 @@ def _draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run], names: Sequence[s
     axis.text(0, 1.03, unit, transform=axis.transAxes, color=FAINT, fontsize=8.5)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axis.margins(x=0.01)
-    if panel.stacked and names:  # phases of several runs in one stack would be the time of none of them
+    if panel.stacked and names:  # a stack of several runs' phases would show the time of no run
         _draw_named(axis, [_series(run, STEP_SECONDS) for run in runs], names, "", LINES[0])
         axis.legend(loc="best", handlelength=1.6)
         axis.set_ylim(bottom=0)
@@ -251,7 +252,7 @@ def _draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run], names: Sequence[s
 
 
 def _draw_named(axis: Axes, series: Sequence[dict[int, float]], names: Sequence[str], label: str, line: str) -> None:
-    """Draw each run in its own colour; the metrics of a chart differ in their line style."""
+    """Draw each run in its own colour; metrics in the same chart differ in their line style."""
     for index, (name, one) in enumerate(zip(names, series, strict=True)):
         if one:
             values = _running_mean(np.array(list(one.values())))
@@ -273,7 +274,7 @@ def _draw_curves(axis: Axes, series: Sequence[dict[int, float]], color: str, lab
 
 
 def _draw_stack(axis: Axes, panel: Panel, runs: Sequence[Run]) -> None:
-    """Draw the phases of a run, or their means at the steps of all runs; a run without a phase spends no time in it."""
+    """Draw the phases of a run, or their means over runs at the common steps; a missing phase counts as 0 seconds."""
     steps = sorted(set.intersection(*(set(_series(run, STEP_SECONDS) or run) for run in runs)))
     means = [[np.mean([run[step].get(key, 0.0) for run in runs]) for step in steps] for key in panel.keys]
     layers = [_running_mean(np.nan_to_num(np.array(mean))) for mean in means]
@@ -293,11 +294,11 @@ def _mean_curve(series: Sequence[dict[int, float]]) -> tuple[Floats, Floats]:
 
 
 def _window(length: int) -> int:
-    """Return the number of steps in a running mean: 1 for short runs, else a twentieth of the run, an odd number."""
+    """Return the number of steps in a running mean: 1 for short runs, else a twentieth of the run, rounded to odd."""
     return 1 if length < SMOOTHED_FROM else 2 * (length // 40) + 3
 
 
 def _running_mean(values: Floats) -> Floats:
-    """Return the centred mean over `_window` values, over fewer at the ends."""
+    """Return the centred mean over `_window` values, with fewer values at the ends."""
     kernel = np.ones(_window(len(values)))
     return np.convolve(values, kernel, mode="same") / np.convolve(np.ones(len(values)), kernel, mode="same")

@@ -1,12 +1,12 @@
 """Samples and episodes of the training steps of a run, in `records.jsonl` of its folder, for `tether view`.
 
 Each line is a record: a JSON object that begins with its own size in bytes, its step and its kind, so that a reader
-finds one record among gigabytes by jumping from one to the next::
+finds one record among gigabytes by skipping from head to head::
 
     {"bytes":        152, "step": 40, "kind": "tokens", ...}
 
 Arrays are `{"dtype": ..., "shape": ..., "data": base64}`. The file is only appended to. A run that resumes from step N
-cuts it before the first record of a later step, and a record that a crash left incomplete is ignored and cut.
+truncates it before the first record of a later step; an incomplete record left by a crash is ignored and truncated.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 RECORDS_FILE = "records.jsonl"
 HEAD = re.compile(rb'\{"bytes": *(\d+), "step": (\d+), "kind": "(\w+)"')
 HEAD_BYTES = 80
-"""Bytes that are sure to contain the beginning that `HEAD` matches."""
+"""Maximum bytes of the head that `HEAD` matches."""
 MAX_TIME_SHARE = 0.01
-"""Share of the time of a run that recording may take."""
+"""Maximum share of a run's time that recording may take."""
 FREE_STEPS = 10
-"""Steps that are recorded whatever share they take, so that short runs record every step."""
+"""First steps, which are always recorded, so that short runs are recorded completely."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RecordHead:
 
 
 def pack(array: NDArray[np.generic]) -> JsonObject:
-    """Return an array as JSON; bytes, such as those of pictures, are compressed."""
+    """Return an array as JSON; byte arrays, such as images, are compressed."""
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     packed: JsonObject = {"dtype": array.dtype.str, "shape": list(array.shape)}
     data = array.tobytes()
@@ -62,7 +62,7 @@ def pack(array: NDArray[np.generic]) -> JsonObject:
 
 
 def unpack(packed: JsonObject) -> NDArray[np.generic]:
-    """Return the array that `pack` packed."""
+    """Return the array encoded by `pack`."""
     data = base64.b64decode(packed["data"])
     if packed.get("zlib"):
         data = zlib.decompress(data)
@@ -70,7 +70,7 @@ def unpack(packed: JsonObject) -> NDArray[np.generic]:
 
 
 def heads(path: Path, start: int = 0) -> Iterator[RecordHead]:
-    """Yield the complete records of a file from an offset on, without reading their contents."""
+    """Yield the heads of the complete records of a file from an offset on, without reading their contents."""
     if not path.exists():
         return
     with path.open("rb", buffering=0) as file:
@@ -87,7 +87,7 @@ def read_record(path: Path, head: RecordHead) -> JsonObject:
     """Return the content of a record.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: the content is not JSON.
     """
     with path.open("rb", buffering=0) as file:
         data = os.pread(file.fileno(), head.size, head.offset)
@@ -96,22 +96,22 @@ def read_record(path: Path, head: RecordHead) -> JsonObject:
 
 
 class RecordFile:
-    """Appends records within a budget of bytes per step and of time; a failure ends recording, not the run.
+    """Appends records within a budget of bytes per step and of time; a failure ends the recording but not the run.
 
     Args:
         folder: folder of the run.
-        max_bytes: limit of the bytes of a step; 0 records nothing.
+        max_bytes: maximum bytes per step; 0 records nothing.
         resumed_step: step of the checkpoint that the run resumes from; None for a fresh run, which moves the file of an
-            earlier one aside.
+            earlier run aside.
     """
 
     def __init__(self, folder: Path, max_bytes: int, resumed_step: int | None) -> None:
         self.max_bytes = max_bytes
         self.seconds = 0.0
-        """Processor time spent on recording so far."""
+        """CPU seconds spent on recording so far."""
         self._path, self._failed = folder / RECORDS_FILE, False
         self._started: float | None = None
-        """Time of the first step."""
+        """Time at which the first step began."""
         self._recorded = 0
         """Number of steps that were recorded."""
         try:
@@ -137,14 +137,14 @@ class RecordFile:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next step is to be recorded: after the first steps recording stays below 1 % of the time."""
-        self._started = self._started or time.monotonic()  # the first step begins
+        """Return whether to record the next step; after the first steps, recording stays below 1 % of the time."""
+        self._started = self._started or time.monotonic()  # called when the first step begins
         limit = MAX_TIME_SHARE * (time.monotonic() - self._started)
         return bool(self.max_bytes) and not self._failed and (self._recorded < FREE_STEPS or self.seconds <= limit)
 
     @contextmanager
     def recording(self, step: int) -> Iterator[Callable[[str, Mapping[str, object]], int]]:
-        """Yield a function that appends a record to those of a step and returns its size.
+        """Yield a function that adds a record to the step and returns its size in bytes.
 
         The records are written together when the block ends.
         """

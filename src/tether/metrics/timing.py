@@ -15,11 +15,12 @@ PER_TOKEN = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_ac
 class Timer:
     """Sums the seconds spent in named phases, which may be nested: ``with timer("gen"): ...``.
 
-    A phase that is entered several times counts the sum. Pending GPU kernels are counted where the host waits for them.
+    A phase that is entered several times has the sum of its times. GPU kernels are counted in the phase in which the
+    host waits for them.
 
     Args:
-        on_phase: called with the name of a phase at its start, and with the enclosing one at its end.
-        around: returns a context for a phase name, in which the phase runs, for profilers.
+        on_phase: called with the name of a phase when it starts, and with the enclosing phase's when it ends.
+        around: returns a context manager for a phase name, in which the phase runs; used by profilers.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class Timer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Count the body of the ``with`` as `phase`, also when it raises."""
+        """Count the time in the ``with`` block as `phase`, also if it raises."""
         self._enter(phase)
         start = time.perf_counter()
         try:
@@ -47,7 +48,7 @@ class Timer:
                 self._announce(self._open[-1])
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Count seconds of one phase as seconds of another one."""
+        """Move counted seconds from one phase to another."""
         self.seconds[source] -= seconds
         self.seconds[target] = self.seconds.get(target, 0.0) + seconds
 
@@ -65,10 +66,10 @@ class Timer:
 
 
 def timing_per_token_ms(seconds: Mapping[str, float], *, num_response_tokens: int, num_tokens: int) -> dict[str, float]:
-    """Return milliseconds per token of the phases that scale with tokens.
+    """Return the milliseconds per token of phases whose time scales with tokens.
 
     Args:
-        seconds: duration of each phase, as `Timer.seconds`.
+        seconds: duration of each phase, like `Timer.seconds`.
         num_response_tokens: divisor of generation.
         num_tokens: prompt and response tokens, the divisor of the other phases.
     """
@@ -84,7 +85,7 @@ GIB = 2**30
 
 
 def throughput_metrics(num_tokens: int, seconds: float, *, num_devices: int = 1) -> dict[str, float]:
-    """Return the tokens, the seconds, and the tokens a second and device of a step."""
+    """Return the tokens and seconds of a step, and its tokens per second and device."""
     return {
         "perf/total_num_tokens": float(num_tokens),
         "perf/time_per_step": seconds,
@@ -93,11 +94,11 @@ def throughput_metrics(num_tokens: int, seconds: float, *, num_devices: int = 1)
 
 
 def memory_metrics() -> dict[str, float]:
-    """Return the peak memory of this process so far, in GiB: of the host, and of the GPU if there is one."""
+    """Return the peak memory of this process so far, in GiB: host memory, and GPU memory if there is a GPU."""
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     metrics = {"perf/cpu_memory_peak_gb": peak / GIB}
-    import torch  # only by who trains: the viewers of metrics do without
+    import torch  # imported here, because viewers of metrics do not need torch
 
     if torch.cuda.is_available():
         metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / GIB

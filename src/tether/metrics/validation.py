@@ -2,10 +2,10 @@
 
 Each metric is computed per prompt, then averaged over the prompts of a data source. ``best@n``, ``worst@n`` and
 ``maj@n`` (n = 2, 4, 8, ... up to the N samples of a prompt) are bootstrap estimates: 1000 draws of n samples with
-replacement, seed 42. Responses without a score are excluded and counted; a missing score never becomes 0.
+replacement, seed 42. Responses without a score are excluded and counted separately; a missing score never counts as 0.
 
 Worked example: a prompt with rewards [1, 0] gives mean@2 = 0.5, std@2 = 0.5 (population) and best@2/mean near 0.75,
-because one draw in four takes the 0 twice.
+because one in four draws has the 0 twice.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class ValidationRow:
 
     data_source: str
     uid: Hashable
-    """The prompt, which its responses share."""
+    """Identifies the prompt; all its responses have the same uid."""
     values: Mapping[str, object]
-    """``reward`` and other values that it returned, such as ``acc``. None, NaN and non-numeric values are excluded."""
+    """``reward``, and other values of the reward such as ``acc``. None, NaN and non-numeric values are excluded."""
     pred: Hashable | None = None
     """The answer parsed from the response; needed for ``maj@n``."""
     question: Hashable | None = None
@@ -45,10 +45,10 @@ class ValidationRow:
 def validation_metrics(rows: Iterable[ValidationRow]) -> dict[str, float]:
     """Compute ``val-core/<source>/<variable>/<metric>`` and the matching ``val-aux/...``.
 
-    The core metrics judge a run: mean, best and maj over all N samples of a prompt, of ``acc`` if every scored row of
-    the source has it, else of ``reward``. A mean over the rows with ``acc`` alone would exclude those with a wrong
-    format. All other metrics are aux; ``val-aux/<source>/<variable>/missing_fraction`` is the share of scored rows
-    without a variable.
+    The core metrics measure a run: mean, best and maj over all N samples of a prompt, computed from ``acc`` if every
+    scored row of the source has it, else from ``reward``. A mean over only the rows with ``acc`` would exclude those
+    with a wrong format. All other metrics are aux; ``val-aux/<source>/<variable>/missing_fraction`` is the share of
+    scored rows without a variable.
     """
     by_source: dict[str, dict[Hashable, list[ValidationRow]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -90,7 +90,7 @@ def _missing_fractions(rows: Sequence[ValidationRow]) -> dict[str, float]:
 
 
 def _question_metrics(source: str, prompts: Sequence[Sequence[ValidationRow]], variable: str) -> dict[str, float]:
-    """Return the score over distinct questions, and the score of always giving the most frequent answer."""
+    """Return the score over distinct questions, and the score of always answering with the most frequent answer."""
     if any(rows[0].question is None for rows in prompts):
         return {}
     by_question: dict[Hashable, list[ValidationRow]] = defaultdict(list)
@@ -103,7 +103,7 @@ def _question_metrics(source: str, prompts: Sequence[Sequence[ValidationRow]], v
         metrics[f"val-aux/{source}/distinct_mean"] = math.fsum(means) / len(means)
     truths = [rows[0].truth for rows in by_question.values()]
     is_accuracy = {value for row in values for value in row} <= {0.0, 1.0, None}
-    if None not in truths and is_accuracy:  # with other rewards, a fraction of questions is not comparable to the score
+    if None not in truths and is_accuracy:  # other rewards are not comparable to a fraction of questions
         most_frequent = max(Counter(truths).values())
         metrics[f"val-aux/{source}/majority_answer"] = most_frequent / len(truths)
     return metrics
@@ -112,8 +112,8 @@ def _question_metrics(source: str, prompts: Sequence[Sequence[ValidationRow]], v
 def prompt_metrics(rows: Sequence[ValidationRow], variable: str) -> dict[str, float]:
     """Return the metrics of one variable over the N responses to one prompt, ``mean@N`` and so on.
 
-    N counts all responses, so that a name means the same for every prompt; the statistics cover those with a number.
-    Empty if no response has one.
+    N counts all responses, so that a name means the same for every prompt; the statistics only include responses with a
+    number. Empty if no response has one.
     """
     scored = [(number, row.pred) for row in rows if (number := _number(row.values.get(variable))) is not None]
     if not scored:
@@ -147,7 +147,7 @@ def bootstrap(values: Floats, n: int, reduce: Callable[[Floats], Floats]) -> Flo
     """
     if not len(values):
         raise ValueError("bootstrap: no values to draw from; pass at least one")
-    # The legacy generator, because verl uses it and the numbers should agree.
+    # The legacy generator is what verl uses, so the numbers agree.
     draws = np.random.RandomState(SEED).choice(values, size=(NUM_DRAWS, n), replace=True)
     return reduce(draws)
 

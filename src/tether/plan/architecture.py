@@ -19,7 +19,7 @@ class LatentAttention:
 
     kv_rank: int
     query_rank: int
-    """Rank of the query's projection; 0 if it is a single matrix."""
+    """Rank of the query projection; 0 if it is a single full matrix."""
     nope: int
     rope: int
     value: int
@@ -38,23 +38,23 @@ class Architecture:
     """Width of the MLP of a dense layer."""
     vocabulary: int
     tied: bool = False
-    """Whether the output head is the embedding."""
+    """Whether the output head shares the weights of the embedding."""
     qkv_bias: bool = False
     qk_norm: bool = False
     norms: int = 2
-    """Norms of a layer."""
+    """Number of norms per layer."""
     experts: int = 0
     active_experts: int = 0
     expert_width: int = 0
     shared_width: int = 0
-    """Width of the expert that every token goes to."""
+    """Width of the shared expert, which every token passes."""
     shared_gate: bool = False
     dense_layers: int = 0
-    """Number of first layers of a mixture that have no experts."""
+    """Number of first layers without experts, in a mixture of experts."""
     latent: LatentAttention | None = None
     named: str = "the model"
     source: str = ""
-    """Source of the sizes."""
+    """Where the sizes come from."""
 
     @property
     def embedding(self) -> int:
@@ -68,7 +68,7 @@ class Architecture:
 
     @property
     def attention(self) -> int:
-        """Number of weights of a layer's attention that are matrices."""
+        """Number of attention weights in matrices, per layer."""
         latent = self.latent
         if latent is None:
             return self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
@@ -82,7 +82,7 @@ class Architecture:
 
     @property
     def small(self) -> int:
-        """Number of weights of a layer that are vectors: norms and biases."""
+        """Number of weights of a layer in vectors: norms and biases."""
         bias = self.head_size * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
         latent = self.latent.kv_rank + self.latent.query_rank if self.latent else 0
         return self.norms * self.hidden + bias + (2 * self.head_size if self.qk_norm else 0) + latent
@@ -97,14 +97,14 @@ class Architecture:
         return self.attention + self.small + self.mlp(index)
 
     def mlp(self, index: int) -> int:
-        """Return the number of weights of a layer's MLP, with all experts and the router."""
+        """Return the number of weights of a layer's MLP, including all experts and the router."""
         if not self._is_mixture(index):
             return 3 * self.hidden * self.intermediate
         router = self.experts * self.hidden + (self.hidden if self.shared_gate else 0)
         return self.experts * self.expert + 3 * self.hidden * self.shared_width + router
 
     def active_layer(self, index: int) -> int:
-        """Return the number of weights of a layer that a token is multiplied by."""
+        """Return the number of weights of a layer that process one token: of the experts, only the active ones."""
         if not self._is_mixture(index):
             return self.attention + 3 * self.hidden * self.intermediate
         used = self.active_experts * self.expert + 3 * self.hidden * self.shared_width + self.experts * self.hidden
@@ -115,7 +115,7 @@ class Architecture:
 
     @property
     def largest_layer(self) -> int:
-        """Number of weights of the layer that has most."""
+        """Number of weights of the largest layer."""
         return max(self.layer(0), self.layer(self.layers - 1))
 
     @property
@@ -125,7 +125,7 @@ class Architecture:
 
     @property
     def active_in_layers(self) -> int:
-        """Number of weights of all layers that a token is multiplied by."""
+        """Number of weights of all layers that process one token."""
         return sum(map(self.active_layer, range(self.layers)))
 
     @property
@@ -135,28 +135,28 @@ class Architecture:
 
     @property
     def critic_parameters(self) -> int:
-        """Number of weights with a scalar head in place of the output head."""
+        """Number of weights with a scalar head instead of the output head."""
         return self.embedding + 2 * self.hidden + self.in_layers
 
     @property
     def kv_per_token(self) -> int:
-        """Keys and values of a token in all layers; the native cache keeps expanded ones of latent attention."""
+        """Number of keys and values per token in all layers; the native cache expands those of latent attention."""
         if self.latent:
             return self.layers * self.heads * (self.latent.nope + self.latent.rope + self.latent.value)
         return 2 * self.layers * self.kv_heads * self.head_size
 
     @property
     def mlp_width(self) -> int:
-        """Number of MLP activations of a token in a layer."""
+        """Number of MLP activations per token and layer."""
         if self.experts:
             return self.active_experts * self.expert_width + self.shared_width
         return self.intermediate
 
     def adapter(self, rank: int, tensor: int = 1) -> int:
-        """Return the number of weights of LoRA adapters on all linear layers; experts that are fused have none.
+        """Return the number of weights of LoRA adapters on all linear layers, except fused experts.
 
-        With tensor parallelism over `tensor` ranks, that of one: the side of a layer that is split is split in its
-        adapter.
+        With tensor parallelism over `tensor` ranks, return the number per rank; an adapter is split along the same side
+        as its layer.
         """
         query, kv = self.heads * self.head_size, self.kv_heads * self.head_size
         mlp = self.shared_width if self.experts else self.intermediate
@@ -223,13 +223,13 @@ KNOWN: dict[str, Architecture] = {
     "mistral-7b": _llama(4096, 32, 32, 8, 14336, 32768),
     "gemma-2-2b": Architecture(2304, 26, 8, 4, 256, 9216, 256000, tied=True, norms=4),
 }  # fmt: skip
-"""Published sizes, each from the model's own `config.json`."""
+"""Published sizes, from each model's own `config.json`."""
 SYNONYMS = {
     "meta-llama-3.1": "llama-3", "meta-llama-3": "llama-3", "llama-3.1": "llama-3", "llama-3.3": "llama-3",
     "llama3": "llama-3", "qwen2.5-coder": "qwen2.5", "qwen2.5-math": "qwen2.5", "deepseek-math": "deepseek-llm",
     "fsfairx-llama3": "llama-3-8b", "skywork-reward-v2-": "",
 }  # fmt: skip
-"""Beginnings of names of models that have the sizes of others."""
+"""Prefixes of names of models that have the same sizes as a known model."""
 _ENDINGS = re.compile(r"-(instruct|chat|it|base|hf|rm-v0\.1|rm|v\d[\w.]*|\d{4}|rl|sft|bf16|zh|thinking|gguf)$")
 _QUANTIZED = re.compile(
     r"(?:^|[-_.])(gptq|awq|bnb|eetq|aqlm|hqq|fp8|[mn][vx]?fp4|nf4|w\dax?\d+|int[48]|[48]-?bit)(?=$|[-_.])"
@@ -237,7 +237,7 @@ _QUANTIZED = re.compile(
 
 
 def from_config(config: Mapping[str, object], named: str) -> Architecture:
-    """Return the sizes in the contents of a `config.json`.
+    """Return the sizes given by the contents of a `config.json`.
 
     Raises:
         ValueError: a size is missing; the message names the key.
@@ -294,7 +294,7 @@ def _quantized(method: object) -> str:
 
 
 def known_name(path: str) -> str | None:
-    """Return the name in `KNOWN` of a model's path or hub id; None if it is not there."""
+    """Return the name in `KNOWN` for a model's path or hub id; None if it is unknown."""
     name = re.sub(r"^modelscope:", "", path).rstrip("/").rsplit("/", 1)[-1].lower()
     while (shorter := _ENDINGS.sub("", name)) != name:
         name = shorter
@@ -309,7 +309,7 @@ def architecture_of(path: str, key: str) -> Architecture:
     """Return the sizes of the model at a path: a folder with `config.json`, a downloaded hub id, or a known name.
 
     Raises:
-        ValueError: the model is unknown, with the key and what to do.
+        ValueError: the model is unknown; the message names the key and the fix.
     """
     for folder in _folders(path):
         file = folder / "config.json"
@@ -333,7 +333,7 @@ def architecture_of(path: str, key: str) -> Architecture:
 
 
 def _folders(path: str) -> list[Path]:
-    """Return folders where the model's config may be: its own, tether's cache, and the hub's cache."""
+    """Return folders that may contain the model's config: its path, tether's cache, and the hub's cache."""
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
     snapshots = hub / f"models--{path.replace('/', '--')}" / "snapshots"

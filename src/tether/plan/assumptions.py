@@ -1,4 +1,4 @@
-"""What a configuration does not say and a plan needs: lengths of responses, rows of the data, seconds of the reward."""
+"""Assumptions that a plan needs in addition to the configuration: response lengths, rows of the data, reward time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tether.plan.timing import Lengths
 
 @dataclass(frozen=True)
 class RowCount:
-    """A number of rows, and where it is from."""
+    """A number of rows, and its source."""
 
     count: int
     source: str
@@ -26,30 +26,30 @@ ROWS = {
     "eurus": RowCount(455261, "as Eurus-2 has"),
     "math": RowCount(7500, "as MATH has"),
 }
-"""Training rows of published data sets, by a word in their paths; the first one counts."""
+"""Training rows of published data sets, by a word in their paths; the first match is used."""
 HELD_OUT = {"gsm8k": RowCount(1319, "as GSM8K has"), "math": RowCount(5000, "as MATH has")}
-"""Test rows, likewise."""
+"""Test rows of published data sets, by a word in their paths."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What was given on the command line; None: a default."""
+    """Values given on the command line; None: use a default."""
 
     prompt: float | None = None
     mean: float | None = None
     tail: float | None = None
     rows: int | None = None
     reward: float = 0.0
-    """Seconds of waiting for rewards in a step."""
+    """Seconds per step spent waiting for rewards."""
 
 
 NOTHING_GIVEN = Assumptions()
 
 
 def lengths_of(config: RunConfig, assumptions: Assumptions) -> Lengths:
-    """Return the lengths of a run; unless given, half of the limits on average, and a tail at the limit.
+    """Return the lengths of a run; by default means are half of the limits, and the tail is at the limit.
 
-    For fine-tuning, the response of a conversation begins with its first learned token: the first one unless given.
+    For fine-tuning, the response of a conversation begins with its first learned token, by default its first token.
 
     Raises:
         ValueError: the lengths contradict each other or the configuration.
@@ -81,19 +81,19 @@ def lengths_of(config: RunConfig, assumptions: Assumptions) -> Lengths:
 
 
 def rows_of_data(config: RunConfig, assumptions: Assumptions) -> RowCount | None:
-    """Return the number of training rows: as given, counted in the files, or of a published data set; else None."""
+    """Return the number of training rows: as given, as counted in the files, or of a published data set; else None."""
     data = config.data
     rows = RowCount(assumptions.rows, "by --rows") if assumptions.rows is not None else _rows_of(data.train_files, ROWS)
     return _limited(rows, data.train_max_samples, "data.train_max_samples")
 
 
 def validation_rows(config: RunConfig) -> RowCount | None:
-    """Return the number of held-out rows: counted in the files, or of a published data set; else None."""
+    """Return the number of held-out rows: as counted in the files, or of a published data set; else None."""
     return _limited(_rows_of(config.data.val_files, HELD_OUT), config.data.val_max_samples, "data.val_max_samples")
 
 
 def _limited(rows: RowCount | None, limit: int, key: str) -> RowCount | None:
-    """Return the rows, of which a key uses only so many if it is not negative."""
+    """Return the rows limited to `limit`, or the limit if they are unknown; a negative limit has no effect."""
     if limit < 0 or (rows is not None and rows.count <= limit):
         return rows
     return RowCount(limit, f"by {key}")

@@ -1,4 +1,4 @@
-"""What would make a run fit, what it costs in time, and what other devices or sizes would give."""
+"""Changes that make a run fit, their cost in time, and the effect of other numbers of devices or sizes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "a
 LORA, CRITIC_LORA, LORA_RANK = "actor_rollout_ref.model.lora_rank", "critic.model.lora_rank", 32
 UTILIZATION = f"{ROLLOUT}.gpu_memory_utilization"
 MOVED = {"weights": "param_offload", "the optimizer": "optimizer_offload"}
-"""State that is moved to the host -> the last part of its key."""
+"""State that can be moved to the host -> the last component of its key."""
 MOST_DEVICES = 64
 AS_FAST = 1.02
-"""Up to this ratio of their times two changes count as equally fast."""
+"""Two changes whose times differ by at most this factor count as equally fast."""
 Values = Mapping[str, object]
 Options = list[dict[str, object]]
-"""Settings of the same kind, from the one that costs least time to the one that needs least memory; {}: as it is."""
+"""Alternative settings, from the fastest to the one that needs the least memory; {} changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Change:
 
     @property
     def text(self) -> str:
-        """The settings as they are given on the command line."""
+        """The settings in the form of command-line overrides."""
         return " ".join(f"{key}={_shown(value)}" for key, value in self.values.items())
 
 
@@ -48,7 +48,7 @@ def _changed(planner: Planner, values: Values) -> Planner:
 
 
 def _fits(planner: Planner) -> bool:
-    """Whether all phases need at most 90 % of the devices, and servers and hosts have what they need."""
+    """Whether all phases need at most 90 % of device memory, and servers and hosts have enough memory."""
     limit = (1 - NEAR) * planner.cluster.device.memory * GIB
     groups = planner.groups()
     if any(total(components) > limit for group in groups for components in group.phases.values()):
@@ -66,7 +66,7 @@ def _halved(key: str, size: int, least: int) -> Options:
 
 
 def _sizes(planner: Planner) -> list[Options]:
-    """Return settings that lower the need for memory and leave the result as it is, by what they change."""
+    """Return alternatives that reduce memory without changing the results, one list for each key."""
     settings, critic, has_critic = planner.config.actor_rollout_ref, planner.config.critic, "critic" in planner.models
     actor, rollout = settings.actor, settings.rollout
     results: list[Options] = []
@@ -90,7 +90,7 @@ def _sizes(planner: Planner) -> list[Options]:
 
 
 def _samplers(planner: Planner) -> list[Options]:
-    """Return settings of servers, the configured ones or vLLM, whose share may be too small or too large."""
+    """Return alternatives for the configured server, or for vLLM, whose share of memory may be too small or large."""
     config, rollout = planner.config, planner.config.actor_rollout_ref.rollout
     served = rollout.name in SERVERS
     if planner.fine_tunes or (not served and (planner.device.is_cpu or config.trainer.async_mode != "off")):
@@ -108,7 +108,7 @@ def _samplers(planner: Planner) -> list[Options]:
 
 
 def _note(values: Values) -> str:
-    """Return what settings cost besides time, or where their time goes."""
+    """Return a note on the other costs of the settings, or on why they take time."""
     names = {key.rpartition(".")[2] for key in values}
     notes = []
     if "offload_policy" in names:
@@ -121,12 +121,12 @@ def _note(values: Values) -> str:
 
 
 def trains_adapters(values: Values) -> bool:
-    """Whether settings train adapters in the place of weights."""
+    """Whether the settings train adapters instead of all weights."""
     return LORA in values or CRITIC_LORA in values
 
 
 def _offloading(planner: Planner) -> Iterator[Values]:
-    """Yield settings that move what a model keeps to the host."""
+    """Yield settings that move resident state of models to the host."""
     yield {}
     config = planner.config
     if planner.device.is_cpu:
@@ -151,16 +151,16 @@ def _offloading(planner: Planner) -> Iterator[Values]:
 
 
 def smallest_changes(planner: Planner, limit: int = 5) -> list[Change]:
-    """Return the settings that make a run fit, in the order of the time that a step then takes.
+    """Return settings that make a run fit, ordered by the resulting time of a step.
 
-    It tries each way to move what the models keep to the host, LoRA on neither model, the policy or both, the native
-    sampler and vLLM, and with each combination the largest micro-batches and numbers of sequences that fit. Settings
-    that a combination does not need are left out.
+    It combines each way of offloading, LoRA on no model, the policy or both models, and the native sampler or vLLM. For
+    each combination it chooses the largest micro-batches and numbers of sequences that fit, and drops settings that are
+    not needed.
     """
     config = planner.config
     adapters: list[Values] = [{}]
     by_megatron, sizes = config.actor_rollout_ref.actor.strategy == "megatron", planner.policy
-    adapts = not (by_megatron and (sizes.experts or sizes.latent))  # Megatron holds adapters of dense models
+    adapts = not (by_megatron and (sizes.experts or sizes.latent))  # Megatron only supports adapters on dense models
     if not config.actor_rollout_ref.model.lora_rank and adapts:
         adapters.append({LORA: LORA_RANK})
         if "critic" in planner.models and not config.critic.model.lora_rank:
@@ -172,7 +172,7 @@ def smallest_changes(planner: Planner, limit: int = 5) -> list[Change]:
             fitting.setdefault(frozenset(results.items()), results)
     smallest = [fitting[key] for key in fitting if not any(other < key for other in fitting)]
     changes = [Change(values, _changed(planner, values).plan(), _note(values)) for values in smallest]
-    best: dict[frozenset[str], Change] = {}  # of the same settings with other values, the fastest
+    best: dict[frozenset[str], Change] = {}  # by the set of changed keys, the fastest values
     for change in sorted(changes, key=lambda change: (change.plan.step.middle, len(change.values))):
         if not any(_is_better(other, change) for other in changes if other is not change):
             best.setdefault(frozenset(change.values), change)
@@ -180,7 +180,7 @@ def smallest_changes(planner: Planner, limit: int = 5) -> list[Change]:
 
 
 def _is_better(one: Change, other: Change) -> bool:
-    """Whether a change is as fast as another one, with fewer settings or less host memory, and of the same kind."""
+    """Whether a change is about as fast as another one of the same kind, with fewer settings or less host memory."""
     if one.plan.step.middle > AS_FAST * other.plan.step.middle or (
         trains_adapters(one.values) and not trains_adapters(other.values)
     ):
@@ -190,14 +190,14 @@ def _is_better(one: Change, other: Change) -> bool:
 
 
 def _fitting(planner: Planner, base: Values, sampler: Options) -> dict[str, object] | None:
-    """Return the settings to be added to `base` with which a run fits, together with those of `base` that it needs."""
+    """Return the settings to add to `base` so that the run fits, with those of `base` that it needs; None without."""
     for served in sampler:
         values = {**base, **served}
         sizes = _sizes(_changed(planner, values))
         chosen = {key: value for options in sizes for key, value in options[-1].items()}
         if not _fits(_changed(planner, values | chosen)):
             continue
-        for options in sizes:  # phases do not depend on each other's sizes, so the order does not matter
+        for options in sizes:  # the sizes of different phases are independent, so the order does not matter
             for option in options:
                 tried = {key: value for key, value in chosen.items() if key not in options[-1]} | option
                 if _fits(_changed(planner, values | tried)):
@@ -208,7 +208,7 @@ def _fitting(planner: Planner, base: Values, sampler: Options) -> dict[str, obje
 
 
 def _needed(planner: Planner, values: dict[str, object]) -> dict[str, object]:
-    """Leave out what is not needed for the others to suffice."""
+    """Drop settings without which the run still fits."""
     for key in list(values):
         others = {name: value for name, value in values.items() if name != key}
         if _fits(_changed(planner, others)) and not (key == UTILIZATION and _is_slower(planner, others, values)):
@@ -224,7 +224,7 @@ def _is_slower(planner: Planner, values: Values, others: Values) -> bool:
 def largest_micro_batch(planner: Planner) -> tuple[str, int] | None:
     """Return the key of the actor's micro-batch, and the largest value with which its update fits; None if none does.
 
-    It is at most what a device has of a mini-batch.
+    The value is at most a device's share of a mini-batch.
     """
     actor = planner.config.actor_rollout_ref.actor
     dynamic = actor.use_dynamic_bsz
@@ -246,9 +246,9 @@ def largest_micro_batch(planner: Planner) -> tuple[str, int] | None:
 
 
 def more_devices(planner: Planner) -> tuple[int, list[Change]] | None:
-    """Return a larger number of devices on which a run fits, and the settings that it then needs; None if none does.
+    """Return a larger number of devices on which a run fits, and the settings needed there; None if there is none.
 
-    The number is doubled up to `MOST_DEVICES`, with at most eight in a machine.
+    The number is doubled up to `MOST_DEVICES`, with at most eight per machine.
     """
     count = planner.cluster.count
     while 2 * count <= MOST_DEVICES:
@@ -269,11 +269,11 @@ class Case:
     plan: Plan
     step: Interval
     best: bool = False
-    """Whether no other line has less device time and is as fast."""
+    """Whether no other line is at least as fast with less device time."""
 
     @property
     def device_seconds(self) -> float:
-        """Seconds of a step x devices."""
+        """Seconds of a step times the number of devices."""
         return self.step.middle * self.plan.cluster.count
 
 
@@ -283,7 +283,7 @@ def _on(planner: Planner, per_node: int, nodes: int) -> Planner:
 
 
 def what_if(planner: Planner) -> dict[str, list[Case]]:
-    """Return tables of other numbers of devices, micro-batches and responses, and of samplers beside the trainers."""
+    """Return tables for other numbers of devices, micro-batch sizes, numbers of responses, and separate samplers."""
     config, cluster = planner.config, planner.cluster
     tables: dict[str, list[Case]] = {"devices": [], "micro-batch": [], "responses of a prompt": []}
     if not config.cluster.component_placement and not config.actor_rollout_ref.rollout.nnodes:
@@ -313,13 +313,13 @@ def _counts(cluster: Cluster) -> list[int]:
 def _case(planner: Planner, what: str) -> list[Case]:
     try:
         plan = planner.plan()
-    except ValueError:  # a layout that this number of devices cannot have
+    except ValueError:  # the layout is impossible with this number of devices
         return []
     return [Case(what, plan, plan.step)]
 
 
 def _split(planner: Planner) -> list[Case]:
-    """Return the same devices with samplers on all of them, and on half of them: in turn, ahead, and far ahead."""
+    """Return plans for sampling on all devices, or on half of them: in turn, one step ahead, fully asynchronous."""
     together, config = planner.plan(), planner.config
     cases = [Case("together", together, together.step)]
     per_node, nodes = planner.cluster.per_node, planner.cluster.nodes
@@ -335,7 +335,7 @@ def _split(planner: Planner) -> list[Case]:
         return cases
     plan = replace(plan, cluster=together.cluster)
     flowing, gen = dict(plan.times), plan.times["gen"]
-    used = 1 - (plan.idle or 0.0)  # samplers that never wait for the longest response
+    used = 1 - (plan.idle or 0.0)  # asynchronous samplers do not wait for the longest response
     flowing["gen"] = Interval(gen.low * used, gen.middle * used, gen.high * used)
     steps = {
         "in turn": step_of(plan.times, "off"),
@@ -359,7 +359,7 @@ def _pareto(cases: list[Case]) -> list[Case]:
 
 
 def by_lengths(planner: Planner) -> list[tuple[str, Plan]]:
-    """Return the plan for other lengths of responses, which nobody knows before a run."""
+    """Return plans for other lengths of responses, because the actual lengths are unknown before a run."""
     lengths, assumptions = planner.lengths, planner.assumptions
     results = []
     for what, mean, tail in (

@@ -1,4 +1,4 @@
-"""A plan beside what a run measured, and the correction of later plans for the same device."""
+"""Compares a plan with the measurements of a run, and corrects later plans for the same device."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from tether.runtime.disk import writing
 TIMING = "timing_s/"
 WAITED = "perf/cpu_wait_fraction"
 PEAKS = {True: "perf/cpu_memory_peak_gb", False: "perf/max_memory_allocated_gb"}
-"""Metric of the peak, of a run on a CPU and on a GPU."""
+"""Metric of the peak memory, for a run on a CPU (True) and on a GPU (False)."""
 WARM_UP = 1
-"""First steps that are not compared: kernels are compiled in them."""
+"""Number of first steps that are ignored, because kernels are compiled in them."""
 RATES, TOLERANCE = ("teraflops", "bandwidth"), 0.1
-"""Rates of a device, and up to which relative difference of them its corrections apply."""
+"""Rates that describe a device, and the maximum relative difference up to which its corrections apply."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run beside its plan."""
+    """Measurements of a run next to its plan."""
 
     seconds: Mapping[str, tuple[Interval, float]]
     """Phase -> planned and measured seconds of a step."""
     peak: tuple[float, float] | None
     """Planned and measured bytes of the fullest device; None if not measured."""
     corrections: Mapping[str, float]
-    """Phase -> measured seconds / planned ones, without earlier corrections."""
+    """Phase -> measured / planned seconds, where the plan is without earlier corrections."""
     busy: float
-    """Share of waiting for cores that other programs had, in the median step that is compared; 0 if unknown."""
+    """Share of time that the compared median step waited for cores used by other programs; 0 if unknown."""
 
 
 def settings_of(run: Path) -> LoadedConfig:
@@ -54,9 +54,9 @@ def settings_of(run: Path) -> LoadedConfig:
 
 
 def medians_of(run: Path) -> dict[str, float]:
-    """Return the medians of a run's metrics over its steps, without the first ones.
+    """Return the medians of a run's metrics over its steps, except the first ones.
 
-    Steps in which other programs had the cores are left out if there are others.
+    Steps in which other programs used the cores are excluded, unless there are only such steps.
     """
     steps = read_metrics(run)
     compared = [steps[step] for step in sorted(steps)[WARM_UP:] or sorted(steps)]
@@ -69,7 +69,7 @@ def medians_of(run: Path) -> dict[str, float]:
 
 
 def _assumptions(config: RunConfig, medians: Mapping[str, float]) -> Assumptions:
-    """Return the lengths that a run had."""
+    """Return assumptions with the measured lengths of a run."""
     if config.sft.enable:
         rows = config.data.train_batch_size
         learned, tokens = medians.get("train/learned_tokens"), medians.get("perf/total_num_tokens")
@@ -85,7 +85,7 @@ def _assumptions(config: RunConfig, medians: Mapping[str, float]) -> Assumptions
 
 
 def compare(run: Path, device: Device, corrections: Mapping[str, float]) -> Comparison:
-    """Compare the medians of a run's steps with its plan, for the lengths that it had.
+    """Compare the medians of a run's steps with a plan for its measured lengths.
 
     Raises:
         ValueError: the folder has no metrics, or no checkpoint.
@@ -116,9 +116,9 @@ def corrections_file() -> Path:
 
 
 def corrections_of(device: Device) -> dict[str, float]:
-    """Return phase -> measured seconds / planned ones for a device; empty if no run on it was compared.
+    """Return phase -> measured / planned seconds for a device; empty if no run on it was compared.
 
-    Corrections are of plans with certain rates, so they end where the device has been measured again with others.
+    Corrections belong to plans with certain device rates, so they no longer apply after a measurement with other rates.
     """
     file = corrections_file()
     if not file.is_file():
@@ -133,7 +133,7 @@ def corrections_of(device: Device) -> dict[str, float]:
 
 
 def keep_corrections(device: Device, corrections: Mapping[str, float]) -> None:
-    """Keep the corrections of a device for later plans, in the place of earlier ones of the same phases.
+    """Save the corrections of a device for later plans, replacing earlier ones of the same phases.
 
     Raises:
         ValueError: the cache cannot be written.

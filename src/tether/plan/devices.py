@@ -1,4 +1,4 @@
-"""Devices that a run is planned for: a table of published ones, one's own numbers, or this machine as measured."""
+"""Devices for which a run is planned: published ones in a table, custom numbers, or this machine as measured."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ GIB = 2**30
 
 
 def gib(size: float) -> str:
-    """Return bytes as GiB."""
+    """Format bytes as GiB."""
     return f"{size / GIB:.1f} GiB" if size < 100 * GIB else f"{size / GIB:.0f} GiB"
 
 
 @dataclass(frozen=True)
 class Device:
-    """What of a device matters for a plan."""
+    """The properties of a device that a plan needs."""
 
     name: str
     memory: float
-    """GiB that the driver gives to programs."""
+    """Memory available to programs, in GiB."""
     teraflops: float
     """Rate of dense matrix products in the dtype of a run, in TFLOP/s."""
     bandwidth: float
-    """Rate at which memory is read, in GB/s."""
+    """Memory bandwidth, in GB/s."""
     link: float
-    """Rate to another device of the same machine in one direction, in GB/s."""
+    """Bandwidth to another device of the same machine in one direction, in GB/s."""
     network: float = 50.0
-    """Rate to a device of another machine, in GB/s."""
+    """Bandwidth to a device of another machine, in GB/s."""
     watts: float = 0.0
     is_cpu: bool = False
     bfloat16: bool = True
-    """Whether it computes in bfloat16."""
+    """Whether it supports bfloat16."""
     bus: float = 20.0
-    """Rate to and from the host's memory in one direction, in GB/s."""
+    """Bandwidth to and from host memory in one direction, in GB/s."""
 
 
 DEVICES = {
     device.name: device
     for device in (
         # Dense bfloat16 rates, memory, NVLink (half of the two directions) or PCIe: vendors' data sheets. GeForce cards
-        # from the 40 series on, and earlier ones without a bridge, have no peer-to-peer access, so that data between
-        # them passes the host's memory: NCCL counts 10 GB/s for a pair of RTX 4090 (the topology in the log of
-        # https://github.com/NVIDIA/nccl-tests/issues/307). The bus is what pinned copies reach: 20 of the 32 GB/s of
+        # from the 40 series on, and earlier ones without a bridge, have no peer-to-peer access, so data between them
+        # goes through host memory: NCCL assumes 10 GB/s for a pair of RTX 4090 (the topology in the log of
+        # https://github.com/NVIDIA/nccl-tests/issues/307). The bus rate is that of pinned copies: 20 of the 32 GB/s of
         # PCIe 4, 40 of the 64 of PCIe 5.
         Device("h100-80g", 79.1, 989, 3350, 450, 50, 700, bus=40),
         Device("h200-141g", 139.8, 989, 4800, 450, 50, 700, bus=40),
@@ -88,7 +88,7 @@ FORM = (
 
 @dataclass(frozen=True)
 class Cluster:
-    """The devices of a plan."""
+    """The devices for which a run is planned."""
 
     device: Device
     per_node: int = 1
@@ -101,10 +101,10 @@ class Cluster:
 
 
 def read_device(text: str) -> tuple[Device, int | None]:
-    """Return the device of ``--device`` and how many of them a machine has, None if that is not said.
+    """Return the device of ``--device`` and the number of devices per machine, or None if that is not given.
 
     Raises:
-        ValueError: the device is unknown, or a number of one's own is missing.
+        ValueError: the device is unknown, or a custom device lacks a number.
     """
     named, _, count = text.partition(":")
     if count and not re.fullmatch(r"[1-9]\d*", count):
@@ -140,12 +140,12 @@ def _own(text: str) -> Device:
 
 
 def measurement_file() -> Path:
-    """Return the file in which `tether doctor` keeps what it measured."""
+    """Return the file in which `tether doctor` saves its measurements."""
     return cache_dir() / "machine.json"
 
 
 def save_measurement(device: Device) -> None:
-    """Keep what was measured of this machine for later plans.
+    """Save the measurements of this machine for later plans.
 
     Raises:
         ValueError: the cache cannot be written.
@@ -175,7 +175,7 @@ def measured() -> Device:
 
 
 def host_memory() -> float:
-    """Return the GiB of this machine's memory; infinite if they are unknown."""
+    """Return this machine's memory in GiB; infinite if unknown."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     except (ValueError, OSError, AttributeError):

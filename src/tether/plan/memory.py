@@ -1,12 +1,13 @@
-"""Memory of a device in each phase of a step, by part. All formulas count bytes.
+"""Memory of a device in each phase of a step, by component. All formulas count bytes.
 
 Legend: N = weights of a model, R = those outside of its layers (embedding and head), L = those of its largest layer,
 V = vocabulary, H = hidden size, I = MLP width, T = tokens in a micro-batch, s = shards, c = bytes of a number in the
 forward pass (2 in bfloat16, 4 in float32).
 
-What an engine keeps is read off its code: `tether.text.learning.engines` (masters, gradients and moments in float32),
-`tether.text.sampling.kv_cache`, `tether.kernels.vocabulary_chunks`. Activations are the tensors that PyTorch saves for
-the backward pass of a transformers layer. ``python -m benchmarks.plan`` compares the sums with what is allocated.
+The resident state of engines follows their code: `tether.text.learning.engines` (masters, gradients and moments in
+float32), `tether.text.sampling.kv_cache`, `tether.kernels.vocabulary_chunks`. Activations are the tensors that PyTorch
+saves for the backward pass of a transformers layer. ``python -m benchmarks.plan`` compares the totals with allocated
+memory.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from typing import Protocol
 from tether.plan.architecture import Architecture
 
 Parts = dict[str, float]
-"""Name of a part -> its bytes."""
+"""Name of a component -> its bytes."""
 MASTER, SUM, MOMENTS = 4, 4, 8
-"""Bytes of a float32 weight, of the sum of its gradients, and of AdamW's two moments."""
+"""Bytes per weight of a float32 weight, of its summed gradient, and of AdamW's two moments."""
 LOGITS_AT_ONCE = {"cpu": 1 << 21, "gpu": 1 << 26}
-"""Logits of a chunk of the vocabulary (`tether.kernels.vocabulary_chunks.default_chunk_size`)."""
+"""Number of logits in a chunk of the vocabulary (`tether.kernels.vocabulary_chunks.default_chunk_size`)."""
 PER_LOGIT = 14
-"""Bytes of a logit in the backward pass: float32 logits, probabilities and gradient, and the latter in bfloat16."""
+"""Bytes per logit in the backward pass: float32 logits, probabilities and gradient, and the gradient in bfloat16."""
 PREFILLED = 8192
-"""Most tokens of prompts that the native engine reads at once, unless a single one is longer
+"""Maximum prompt tokens that the native engine prefills at once, unless a single prompt is longer
 (`tether.text.sampling.engine.NativeEngine`)."""
 MIB, GIB = 2**20, 2**30
 
@@ -51,49 +52,49 @@ class Layout(Protocol):
 
 @dataclass(frozen=True)
 class Model:
-    """A model of a run on its devices."""
+    """A model of a run, with its distribution over devices."""
 
     role: str
     sizes: Architecture
     ranks: int = 1
-    """Number of devices that hold it."""
+    """Number of devices that hold the model."""
     shards: int = 1
-    """Number of devices that share a copy with FSDP2; with one device it is not sharded."""
+    """Number of devices that share one copy with FSDP2; with one device it is not sharded."""
     sharded: bool = False
     layout: Layout | None = None
-    """Megatron's sizes; None: FSDP2, or one device."""
+    """Megatron's parallel sizes; None: FSDP2, or one device."""
     trained: bool = True
     has_head: bool = True
-    """False for a critic or a reward model, whose head is a vector."""
+    """Whether it has an output head; a critic or a reward model has a vector instead."""
     number: int = 2
-    """Bytes of a number in the forward pass: c."""
+    """Bytes of a number in the forward pass (c in the legend)."""
     adapter: int = 0
     """Number of weights of LoRA adapters; 0: all weights are trained."""
     recompute: bool = True
     fused: bool = False
-    """Whether norms and MLPs are one kernel each, which save less for the backward pass."""
+    """Whether norms and MLPs are fused into one kernel each, which saves fewer tensors for the backward pass."""
     on_cpu: bool = False
     sequence: int = 1
-    """Number of devices that share each row of tokens."""
+    """Number of devices that share each row of tokens (sequence parallelism)."""
     reshard: bool = True
     weights_rest_on_host: bool = False
     gradients_are_freed: bool = True
     optimizer_rests_on_host: bool = False
     on_host: bool = False
-    """Whether weights, gradients and optimizer state are always on the host."""
+    """Whether weights, gradients and optimizer state are always in host memory."""
     shares_optimizer: bool = True
-    """Megatron's distributed optimizer."""
+    """Whether Megatron's distributed optimizer is used."""
     whole_logits: bool = False
-    """Whether all logits of a micro-batch exist at once, as in engines without chunks of the vocabulary."""
+    """Whether all logits of a micro-batch exist at once, as in engines that do not split the vocabulary into chunks."""
 
     @property
     def parameters(self) -> int:
-        """Number of weights: N."""
+        """Number of weights (N in the legend)."""
         return self.sizes.parameters if self.has_head else self.sizes.critic_parameters
 
     @property
     def outside(self) -> int:
-        """Number of weights outside of the layers: R."""
+        """Number of weights outside of the layers (R in the legend)."""
         return self.parameters - self.sizes.in_layers
 
     @property
@@ -103,16 +104,16 @@ class Model:
 
     @property
     def held(self) -> int:
-        """Number of weights with the adapters."""
+        """Number of weights including the adapters."""
         return self.parameters + self.adapter
 
 
 def megatron_held(sizes: Architecture, layout: Layout, ranks: int, *, has_head: bool = True) -> list[tuple[float, int]]:
-    """Return for the fullest rank pairs of a number of weights, and of the ranks that hold the same ones.
+    """Return the weights of the fullest rank as pairs: a number of weights, and how many ranks hold the same weights.
 
     Tensor parallelism divides matrices, embedding and head; pipeline parallelism divides the layers, with the
-    embedding on the first stage and the head on the last; expert parallelism divides the experts, which are held by the
-    ranks that are left beside expert, expert-tensor and pipeline parallelism.
+    embedding on the first stage and the head on the last; expert parallelism divides the experts, which are replicated
+    on as many ranks as expert, expert-tensor and pipeline parallelism leave.
     """
     vocabulary, first = sizes.embedding / layout.tensor, sizes.dense_layers
     router = (sizes.experts * sizes.hidden) + (sizes.hidden if sizes.shared_gate else 0) if sizes.experts else 0
@@ -139,10 +140,10 @@ def megatron_held(sizes: Architecture, layout: Layout, ranks: int, *, has_head: 
 
 
 def megatron_state(sizes: Architecture, layout: Layout, ranks: int, number: int) -> float:
-    """Return the bytes of weights, sums of gradients and optimizer on the fullest rank, with the distributed optimizer.
+    """Return the bytes of weights, summed gradients and optimizer on the fullest rank, with the distributed optimizer.
 
-    A weight costs c bytes itself, 4 for the sum of its gradients, 8 for two moments, and 4 for a master where c is 2;
-    the last two are shared among the ranks that hold the same weight.
+    A weight takes c bytes, 4 for its summed gradient, 8 for two moments, and 4 for a float32 master if c is 2; moments
+    and master are sharded over the ranks that hold the same weight.
     """
     optimizer_bytes = MOMENTS + (MASTER if number == 2 else 0)
     return sum(
@@ -151,7 +152,7 @@ def megatron_state(sizes: Architecture, layout: Layout, ranks: int, number: int)
 
 
 def _megatron_adapter(model: Model) -> list[tuple[float, int]]:
-    """Return the pairs of `megatron_held` for adapters on all linear layers; none without."""
+    """Return the pairs of `megatron_held` for adapters on all linear layers; empty without adapters."""
     sizes, layout = model.sizes, model.layout
     assert layout
     if not model.adapter:
@@ -162,7 +163,7 @@ def _megatron_adapter(model: Model) -> list[tuple[float, int]]:
 
 
 def at_rest(model: Model) -> tuple[Parts, Parts]:
-    """Return what a model keeps on its device and on the host while another one runs."""
+    """Return what a model keeps in device memory and in host memory while it is not running."""
     device, host, role = Parts(), Parts(), model.role
     weights = host if model.on_host or model.weights_rest_on_host else device
     optimizer = host if model.on_host or model.optimizer_rests_on_host else device
@@ -191,26 +192,26 @@ def at_rest(model: Model) -> tuple[Parts, Parts]:
 
 
 def _returns(model: Model) -> Parts:
-    """Return what comes to the device while the model runs, because it rests on the host."""
+    """Return the components that are moved from the host to the device while the model runs."""
     if not model.weights_rest_on_host or model.on_host:
         return {}
     return {name: size for name, size in at_rest(model)[1].items() if "optimizer" not in name}
 
 
 def saved_per_token(model: Model) -> float:
-    """Return the bytes that a layer saves for its backward pass, for each token."""
+    """Return the bytes that a layer saves for its backward pass, per token."""
     sizes, c = model.sizes, model.number
     queries, keys = sizes.heads * sizes.head_size, sizes.kv_heads * sizes.head_size
-    norm = (2 if model.fused else 4 if c == 2 else 3) * c * sizes.hidden  # without a kernel also a copy in float32
+    norm = (2 if model.fused else 4 if c == 2 else 3) * c * sizes.hidden  # the unfused norm also saves a float32 copy
     attention = c * (2 * queries + 2 * keys) + 4 * sizes.heads
     if sizes.qk_norm:
         attention += (1 if model.fused else 3) * c * (queries + keys)
     fused = 3 if model.adapter else 2  # an adapter of the last product also needs its input
     mlp = (fused if model.fused else 4) * c * sizes.mlp_width
     if not model.fused:
-        attention += c * queries  # the heads' outputs, once more as the input of a product
+        attention += c * queries  # the heads' outputs, saved again as the input of a product
     if sizes.experts:
-        mlp += 3 * c * sizes.active_experts * sizes.hidden  # the token at each of its experts, before and after
+        mlp += 3 * c * sizes.active_experts * sizes.hidden  # each token's inputs and outputs at its experts
     if not model.layout:
         return sizes.norms * norm + attention + mlp
     tensor = model.layout.tensor
@@ -218,25 +219,25 @@ def saved_per_token(model: Model) -> float:
 
 
 def _transient(model: Model) -> float:
-    """Return the bytes of one layer's temporary tensors, for each token: the MLP's and the residual stream's."""
+    """Return the bytes of a layer's temporary tensors per token: those of the MLP and the residual stream."""
     tensor = model.layout.tensor if model.layout else 1
     return model.number * (3 * model.sizes.mlp_width / tensor + 2 * model.sizes.hidden)
 
 
 def logits(model: Model, tokens: float, *, update: bool) -> float:
-    """Return the bytes of the logits that exist at a time; a critic has none."""
+    """Return the bytes of the logits that exist at the same time; a critic has none."""
     if not model.has_head:
         return 0.0
     vocabulary = model.sizes.vocabulary / (model.layout.tensor if model.layout else 1)
     each = PER_LOGIT if update else 10
-    if model.whole_logits:  # also in bfloat16, before they are cast, and once more for the softmax's backward pass
+    if model.whole_logits:  # also in bfloat16 before the cast, and again in the softmax's backward pass
         return (each + 5) * tokens * vocabulary
     limit = LOGITS_AT_ONCE["cpu" if model.on_cpu else "gpu"]
     return each * tokens * min(vocabulary, max(256.0, limit / max(1.0, tokens)))
 
 
 def inference(model: Model, tokens: float) -> Parts:
-    """Return what a forward pass without gradients adds to what the model keeps."""
+    """Return the memory that a forward pass without gradients needs in addition to the model's resident state."""
     tokens, role = tokens / model.sequence, model.role
     components = _returns(model)
     components[f"{role} activations"] = tokens * (_transient(model) + 3 * model.number * model.sizes.hidden)
@@ -247,12 +248,12 @@ def inference(model: Model, tokens: float) -> Parts:
 
 
 def update(model: Model, tokens: float, in_flight: int = 1) -> Parts:
-    """Return what an update adds to what the model keeps: the largest of the moments of a backward pass.
+    """Return the memory that an update needs in addition to the resident state, at the peak of the backward pass.
 
     Args:
         model: the model.
         tokens: tokens in a micro-batch.
-        in_flight: micro-batches whose activations a pipeline's first stage keeps.
+        in_flight: number of micro-batches whose activations the first pipeline stage stores.
     """
     moments = _moments(model, tokens / model.sequence, in_flight)
     largest = max(moments, key=lambda components: sum(components.values()))
@@ -263,7 +264,7 @@ def update(model: Model, tokens: float, in_flight: int = 1) -> Parts:
 
 
 def _gradients(model: Model) -> Parts:
-    """Return the sums of gradients on the device, where `at_rest` does not count them."""
+    """Return the summed gradients on the device, unless `at_rest` counts them."""
     name = f"{model.role} gradients"
     if model.layout:
         pairs = megatron_held(model.sizes, model.layout, model.ranks, has_head=model.has_head)
@@ -275,7 +276,8 @@ def _gradients(model: Model) -> Parts:
 
 
 def _moments(model: Model, tokens: float, in_flight: int) -> list[Parts]:
-    """Return the parts at the loss, in the first layer's backward pass, and when the embedding's gradient is summed."""
+    """Return the components at the loss, in the first layer's backward pass, and when the embedding's gradient is
+    summed."""
     sizes, c = model.sizes, model.number
     layers = max(model.layout.layers_by_stage(sizes.layers)) if model.layout else sizes.layers
     boundary = c * sizes.hidden / (model.layout.tensor if model.layout and model.layout.sequence_parallel else 1)
@@ -292,7 +294,8 @@ def _moments(model: Model, tokens: float, in_flight: int) -> list[Parts]:
         "logits": logits(model, tokens, update=True),
         "whole gradients": head_gradient,
     }
-    # Gradients of what a token is at each of its experts, and their copies; 6 is read off prime-rl's 30B mixture.
+    # Gradients of each token's inputs and outputs at its experts, and copies of them; the factor 6 was derived from
+    # prime-rl's 30B mixture.
     at_experts = 6 * c * sizes.active_experts * sizes.hidden
     in_layer = {
         "activations": retained + active + tokens * (_transient(model) + at_experts),
@@ -316,10 +319,10 @@ def _moments(model: Model, tokens: float, in_flight: int) -> list[Parts]:
 
 
 def kv_cache(sizes: Architecture, slots: int, length: int, number: int) -> float:
-    """Return the bytes of keys and values of sequences that are sampled at a time, all as long as they may become."""
+    """Return the bytes of keys and values of concurrently sampled sequences, all at their maximum length."""
     return slots * -(-length // 32) * 32 * sizes.kv_per_token * number
 
 
 def total(components: Mapping[str, float]) -> float:
-    """Return the sum of parts."""
+    """Return the sum of all components."""
     return sum(components.values())

@@ -1,4 +1,4 @@
-"""The plan of a text run: which models stand on which devices, what each phase needs there, and how long it takes."""
+"""The plan of a text run: the devices of each model, the memory of each phase there, and the time of each phase."""
 
 from __future__ import annotations
 
@@ -49,24 +49,24 @@ from tether.text.rewards.config import ScoringModelConfig
 from tether.text.sampling.config import SERVERS
 
 OVERHEAD = {"cpu": 1.2 * GIB, "gpu": 0.6 * GIB}
-"""The process: on a CPU the libraries, compiled kernels, rows and Python's objects of a run (measured), on a GPU CUDA's
-context."""
+"""Memory of the process itself. On a CPU: libraries, compiled kernels, rows and Python objects (measured). On a GPU:
+CUDA's context."""
 COMMUNICATION = 0.6 * GIB
-"""NCCL's buffers, where several GPUs work together."""
+"""NCCL's buffers, if several GPUs work together."""
 SLACK = {"cpu": 0.25, "gpu": 0.05}
-"""Share of what a phase adds that the allocator cannot use again; on a CPU between two returns of it (measured)."""
+"""Share of a phase's additional memory that the allocator cannot reuse (on a CPU measured between two returns)."""
 HOST_PROCESS = 2.5 * GIB
 """Host memory of a process that drives a GPU: torch's libraries, CUDA's context, rows."""
 SERVER_ACTIVATIONS = 1.5 * GIB
-"""Memory of a server beside its weights and its cache."""
+"""Memory of a server in addition to its weights and its cache."""
 NEAR = 0.1
-"""Between 90 and 110 % of a device's memory the verdict is to try."""
+"""Margin around a device's memory: between 90 and 110 % the verdict is "try"."""
 SLICE = 512 * 2**20
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Seconds, with what they vary between."""
+    """Seconds, with a lower and an upper bound."""
 
     low: float
     middle: float
@@ -78,44 +78,44 @@ class Interval:
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Devices with the same models."""
+    """Devices that hold the same models."""
 
     devices: range
     models: tuple[str, ...]
     phases: Mapping[str, Parts]
-    """Phase -> part -> bytes of one device."""
+    """Phase -> component -> bytes on one device."""
 
     @property
     def peak_phase(self) -> str:
-        """The phase that needs most memory."""
+        """Return the phase that needs the most memory."""
         return max(self.phases, key=lambda phase: total(self.phases[phase]))
 
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """Memory of a server that samples, in bytes of each of its devices."""
+    """Memory of a sampling server, in bytes on each of its devices."""
 
     share: float
-    """Memory that it may use: gpu_memory_utilization."""
+    """Memory that it may use (gpu_memory_utilization)."""
     weights: float
     per_token: float
-    """Keys and values of a token."""
+    """Size of the keys and values of one token."""
     longest: int
-    """Tokens of the longest sequence."""
+    """Length of the longest sequence in tokens."""
 
     @property
     def missing(self) -> float:
-        """Bytes by which its share is too small for its weights and a single sequence."""
+        """Return the bytes that the server's share lacks for its weights and a single sequence."""
         return max(0.0, self.weights + SERVER_ACTIVATIONS + self.longest * self.per_token - self.share)
 
     @property
     def tokens(self) -> float:
-        """Number of tokens whose keys and values it has room for."""
+        """Return the number of tokens whose keys and values fit."""
         return max(0.0, self.share - self.weights - SERVER_ACTIVATIONS) / self.per_token
 
     @property
     def problem(self) -> str | None:
-        """The sentence that says why it does not start; None if it does."""
+        """Return a sentence why the server cannot start, or None if it can."""
         if not self.missing:
             return None
         share = f"the server's {gib(self.share)} are less than its weights ({gib(self.weights)}"
@@ -131,34 +131,34 @@ class ServerMemory:
 
 @dataclass(frozen=True)
 class Plan:
-    """Needs of a run."""
+    """The estimated needs of a run."""
 
     cluster: Cluster
     groups: tuple[DeviceGroup, ...]
     host: Parts
-    """Bytes of the host memory of a machine."""
+    """Host memory of a machine by component, in bytes."""
     checkpoint: float
-    """Bytes of a checkpoint on disk."""
+    """Size of a checkpoint on disk in bytes."""
     retained: int | None
     """Number of checkpoints on disk at the end; None if unknown."""
     times: Mapping[str, Interval]
-    """Phase -> seconds of a step."""
+    """Phase -> seconds per step."""
     step: Interval
     idle: float | None
-    """Share of the samplers' time in which the longest responses are waited for; None if nothing is sampled."""
+    """Share of the samplers' time spent waiting for the longest responses; None if nothing is sampled."""
     tokens: float
-    """Tokens of a step, prompts and responses."""
+    """Tokens of a step, including prompts and responses."""
     steps: int | None
     lengths: Lengths
     actor: Architecture
     server: ServerMemory | None = None
-    """The server that samples, if one does."""
+    """The server that samples, if there is one."""
     host_memory: float | None = None
-    """GiB of the host memory of a machine; None if unknown."""
+    """Host memory of a machine in GiB; None if unknown."""
 
     @property
     def problem(self) -> str | None:
-        """The sentence that says why the run cannot start whatever its devices have; None if it can."""
+        """Return a sentence why the run cannot start whatever the device memory, or None if it can."""
         if self.server and self.server.problem:
             return self.server.problem
         if self.host_memory is not None and total(self.host) > self.host_memory * GIB:
@@ -171,22 +171,22 @@ class Plan:
 
     @cached_property
     def fullest(self) -> DeviceGroup:
-        """The devices that need most memory."""
+        """Return the devices that need the most memory."""
         return max(self.groups, key=lambda group: total(group.phases[group.peak_phase]))
 
     @property
     def peak(self) -> float:
-        """Bytes of the fullest device."""
+        """Return the peak memory of the fullest device in bytes."""
         return total(self.fullest.phases[self.fullest.peak_phase])
 
     @property
     def share(self) -> float:
-        """The peak as a share of a device's memory."""
+        """Return the peak memory as a share of a device's memory."""
         return self.peak / (self.cluster.device.memory * GIB)
 
     @property
     def verdict(self) -> str:
-        """Whether it fits: fits, try, or does not fit."""
+        """Return whether the run fits into memory: "fits", "try" or "does not fit"."""
         if self.problem:
             return "does not fit"
         if self.share <= 1 - NEAR:
@@ -195,7 +195,7 @@ class Plan:
 
     @property
     def hours(self) -> Interval | None:
-        """Hours of all steps; None if the number of steps is unknown."""
+        """Return the hours of all steps; None if the number of steps is unknown."""
         if self.steps is None:
             return None
         low, middle, high = (self.steps * s / 3600 for s in (self.step.low, self.step.middle, self.step.high))
@@ -210,12 +210,12 @@ class MicroLimits:
     """The division of rows into mini-batches and micro-batches."""
 
     dynamic: bool
-    """Whether a micro-batch is limited in tokens."""
+    """Whether a micro-batch is limited by tokens instead of rows."""
     rows: int
     tokens: int
     packed: bool
     mini: int
-    """Prompts of a mini-batch."""
+    """Number of prompts in a mini-batch."""
 
 
 @dataclass(frozen=True)
@@ -224,9 +224,9 @@ class Planner:
 
     Args:
         config: a checked configuration.
-        device: the kind of its devices.
-        given: what the configuration does not say.
-        corrections: phase -> measured seconds / planned ones, of earlier runs on this device.
+        device: the type of device.
+        assumptions: values that the configuration does not contain, such as response lengths.
+        corrections: phase -> measured / planned seconds of earlier runs on this device.
         host_memory: GiB of the host memory of a machine; None if unknown.
     """
 
@@ -238,7 +238,7 @@ class Planner:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """The devices; processes of a CPU share its memory and its rates."""
+        """The devices; CPU processes share the memory and the rates of one machine."""
         config, device = self.config, self.device
         per_node = config.trainer.n_gpus_per_node
         if device.is_cpu:
@@ -263,7 +263,7 @@ class Planner:
 
     @cached_property
     def models(self) -> dict[str, Model]:
-        """The models that learn or score, by role."""
+        """The models that learn or compute outputs, by role."""
         config, settings = self.config, self.config.actor_rollout_ref
         results = {"actor": self._model("actor", self.policy, settings.actor)}
         used = models_of(config)
@@ -284,7 +284,7 @@ class Planner:
 
     @property
     def references(self) -> list[str]:
-        """Names of the models that score for a KL, each of which is a teacher if there are several."""
+        """Names of the models that compute log-probs for a KL; several are the teachers of a distillation."""
         return [name for name in reference_models(self.config) if name in self.models]
 
     def _model(self, name: str, sizes: Architecture, role: Role) -> Model:
@@ -376,7 +376,7 @@ class Planner:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """Most tokens of a prompt and of a response."""
+        """Maximum tokens of a prompt and of a response."""
         data = self.config.data
         if self.fine_tunes:
             return 0, data.max_length
@@ -384,28 +384,28 @@ class Planner:
 
     @property
     def rows(self) -> int:
-        """Rows of a step: responses, or conversations."""
+        """Rows per step: responses, or conversations."""
         return self.config.data.train_batch_size * self.group
 
     def epochs(self, role: ActorConfig | CriticConfig) -> int:
-        """Return how often an update goes through the rows of a step."""
+        """Return the number of passes of an update over the rows of a step."""
         return 1 if self.fine_tunes else role.ppo_epochs
 
     def mini_batch(self, role: ActorConfig | CriticConfig) -> int:
-        """Return the prompts, or conversations, of an optimizer step."""
+        """Return the number of prompts or conversations per optimizer step."""
         return self.config.data.train_batch_size if self.fine_tunes else role.ppo_mini_batch_size
 
     def replicas(self, model: Model) -> int:
-        """Return the number of groups of devices that have rows of their own."""
+        """Return the number of data-parallel groups of devices, each of which has its own rows."""
         split = model.layout.tensor * model.layout.pipeline if model.layout else 1
         return max(1, model.ranks // (split * model.sequence))
 
     def rows_of_mini_batch(self, model: Model, mini: int) -> int:
-        """Return the rows of a mini-batch of so many prompts that a group of devices gets."""
+        """Return each device group's rows in a mini-batch of `mini` prompts."""
         return max(1, ceil(mini * self.group / self.replicas(model)))
 
     def _micro_tokens(self, model: Model, limits: MicroLimits) -> float:
-        """Return the most tokens of a micro-batch: rows as long as they may become, which share their prompts."""
+        """Return the maximum tokens of a micro-batch, with rows of maximum length that share their prompts."""
         prompt, response = self.longest
         rows = self.rows_of_mini_batch(model, min(limits.mini, self.config.data.train_batch_size))
         if not limits.dynamic:
@@ -415,7 +415,7 @@ class Planner:
         return min(tokens, max(limits.tokens * model.sequence, prompt + response)) if limits.dynamic else tokens
 
     def _micro_batches(self, model: Model, limits: MicroLimits) -> int:
-        """Return the number of micro-batches of one device in an epoch, of rows with the mean lengths."""
+        """Return the number of micro-batches per device and epoch, for rows of mean length."""
         lengths, batch = self.lengths, self.config.data.train_batch_size
         rows = self.rows_of_mini_batch(model, min(limits.mini, batch))
         if limits.dynamic:
@@ -465,7 +465,7 @@ class Planner:
 
     @property
     def recomputes_log_probs(self) -> bool:
-        """Whether old log-probs are a phase: neither the sampler nor the only update on a rollout gives them."""
+        """Whether old log-probs are a separate phase, because neither the sampler nor a single update provides them."""
         config, actor = self.config, self.config.actor_rollout_ref.actor
         correction = config.algorithm.rollout_correction
         if self.fine_tunes or correction.bypass_mode:
@@ -477,7 +477,7 @@ class Planner:
         return not once or bool(read) or waits
 
     def groups(self) -> tuple[DeviceGroup, ...]:
-        """Return the devices of the run with what each phase needs there."""
+        """Return the device groups of the run, with the memory of each phase."""
         by_devices: dict[range, list[str]] = {}
         for name, devices in placed(self.config).items():
             by_devices.setdefault(devices, []).append(name)
@@ -551,8 +551,9 @@ class Planner:
         }
 
     def _saving(self, actor: Model) -> Parts:
-        """Return what writing a checkpoint needs: the largest weight, or float32 copies of frozen weights, and of the
-        layers whose adapters are merged (`tether.text.learning.engines.master_weights.MasterWeights.installed`)."""
+        """Return the additional memory for writing a checkpoint: the largest weight, or float32 copies of frozen
+        weights and of layers whose adapters are merged
+        (`tether.text.learning.engines.master_weights.MasterWeights.installed`)."""
         if actor.sharded:
             return {"gathered weights": float(memory.MASTER * self.policy.embedding)}
         if actor.adapter and not actor.layout:
@@ -561,7 +562,7 @@ class Planner:
         return {}
 
     def _loading(self, local: Mapping[str, Model]) -> Parts:
-        """Return what the model that is loaded last needs besides: a float32 copy, or a layer if it is sharded."""
+        """Return the additional memory for loading models: the largest layer in float32."""
         if self.device.is_cpu or not local:
             return {}
         return {"a layer in float32": float(max(memory.MASTER * m.sizes.largest_layer for m in local.values()))}
@@ -580,7 +581,7 @@ class Planner:
 
     @cached_property
     def sampler(self) -> Model:
-        """The policy as it samples."""
+        """The policy in the form in which it samples."""
         kind = self.config.actor_rollout_ref.rollout.dtype
         number = {"auto": self.models["actor"].number, "bfloat16": 2, "float32": 4}[kind]
         return replace(self.models["actor"], sharded=False, layout=None, number=number, trained=False, adapter=0)
@@ -595,13 +596,13 @@ class Planner:
 
     @cached_property
     def server(self) -> ServerMemory | None:
-        """The server that samples on devices of the run, if one does."""
+        """The server that samples on devices of the run, if there is one."""
         rollout, sizes, model = self.config.actor_rollout_ref.rollout, self.policy, self.sampler
         if not self.served or rollout.server_urls:
             return None
         split = rollout.tensor_model_parallel_size
         kept = sizes.kv_per_token / split
-        if sizes.latent:  # servers keep the compressed keys and values, each device all of them
+        if sizes.latent:  # servers store compressed keys and values, complete on each device
             kept = sizes.layers * (sizes.latent.kv_rank + sizes.latent.rope)
         return ServerMemory(
             rollout.gpu_memory_utilization * self.device.memory * GIB,
@@ -611,7 +612,7 @@ class Planner:
         )
 
     def _sampler_copies(self) -> Parts:
-        """Return the copies of layers that the native sampler makes of the weights that it is given."""
+        """Return the copies of layers that the native sampler makes of the policy's weights."""
         sizes, copies = self.policy, Parts()
         if self.config.actor_rollout_ref.model.lora_rank:
             copies["layers with merged adapters"] = float(self.sampler.number * sizes.in_layers)
@@ -620,7 +621,7 @@ class Planner:
         return copies
 
     def _validation_prompts(self) -> int:
-        """Return the prompts that are sampled together in a validation, or enough for all slots if they are unknown."""
+        """Return the number of prompts sampled together in a validation, or enough for all slots if it is unknown."""
         config = self.config
         if not config.data.val_files or (config.trainer.test_freq <= 0 and not config.trainer.val_before_train):
             return 0
@@ -629,7 +630,7 @@ class Planner:
         return min(prompts, config.data.val_batch_size or prompts)
 
     def _sampling(self, prompts: int, n: int) -> Parts:
-        """Return what sampling `n` responses to each of so many prompts needs."""
+        """Return the memory for sampling `n` responses to each of `prompts` prompts."""
         config, rollout, sizes = self.config, self.config.actor_rollout_ref.rollout, self.policy
         if self.server:
             return {"server (gpu_memory_utilization)": self.server.share}
@@ -647,7 +648,7 @@ class Planner:
         }
 
     def _transfer(self, actor: Model) -> Parts:
-        """Return what gathering the largest weight, and sending a slice to servers, needs."""
+        """Return the memory for gathering the largest weight and sending slices of weights to servers."""
         components = Parts()
         if actor.sharded or actor.layout:
             components["gathered weights"] = float(actor.number * self.policy.embedding)
@@ -656,7 +657,7 @@ class Planner:
         return components
 
     def host(self) -> Parts:
-        """Return the bytes of a machine's memory that are not its devices'."""
+        """Return the host memory of a machine by component, without that of its devices."""
         components, per_node = Parts(), self.cluster.per_node
         if self.device.is_cpu:
             return components
@@ -681,7 +682,7 @@ class Planner:
         return components
 
     def checkpoint(self) -> float:
-        """Return the bytes of a checkpoint: float32 weights, and AdamW's moments of what is trained."""
+        """Return the bytes of a checkpoint: float32 weights, and AdamW's moments of trained weights."""
         trained = [model for model in self.models.values() if model.trained]
         return float(sum(memory.MASTER * model.held + memory.MOMENTS * model.learned for model in trained))
 
@@ -695,7 +696,7 @@ class Planner:
         return trainer.total_epochs * ceil(rows.count / self.config.data.train_batch_size)
 
     def plan(self) -> Plan:
-        """Return the plan."""
+        """Compute the plan."""
         times, idle = self._times()
         steps, trainer = self.steps(), self.config.trainer
         retained: int | None = 1
@@ -732,7 +733,7 @@ class Planner:
             seconds["reward"] = self.assumptions.reward
         if self.recomputes_log_probs:
             seconds["old_log_prob"] = self._forward("actor")
-        if self.references:  # each of several teachers has a share of the rows
+        if self.references:  # each of several teachers processes a share of the rows
             seconds["ref"] = sum(self._forward(name) for name in self.references) / len(self.references)
         for name, phase in (("critic", "values"), ("reward_model", "reward_model")):
             if name in models:
@@ -754,7 +755,7 @@ class Planner:
         return Interval(low * middle, middle, high * middle)
 
     def _generation(self) -> tuple[float, float]:
-        """Return the seconds of sampling, and the idle share of the samplers."""
+        """Return the seconds of sampling, and the samplers' idle share."""
         rollout, lengths = self.config.actor_rollout_ref.rollout, self.lengths
         rows = max(1, ceil(self.rows / self.samplers))
         efficiency = CPU if self.device.is_cpu else SERVER if self.served else GPU
@@ -771,7 +772,7 @@ class Planner:
         return sampled.seconds * rows / len(drawn) + prefill, sampled.idle
 
     def _pass(self, name: str, packed: bool, share: int) -> float:
-        """Return the seconds of a forward pass over all rows on all devices; `share` rows compute a prompt once."""
+        """Return the seconds of a forward pass over all rows; groups of `share` rows compute their prompt once."""
         lengths, rows, model = self.lengths, self.rows, self.models[name]
         response = lengths.mean if packed else (lengths.mean + lengths.tail) / 2  # padded to the longest of a few
         prompts = rows / (share if packed else 1)
@@ -780,7 +781,7 @@ class Planner:
         targets = rows * response if model.has_head else 0.0
         efficiency = CPU if self.device.is_cpu else GPU
         seconds = forward_seconds(model.sizes, tokens, pairs, targets, self.cluster.device, efficiency) / model.ranks
-        if model.layout and model.layout.pipeline > 1:  # stages wait for the first and the last micro-batch
+        if model.layout and model.layout.pipeline > 1:  # stages idle at the start and the end
             actor = self.config.actor_rollout_ref.actor
             micro_batches = self._micro_batches(model, self._update_limits(model, actor))
             minis = ceil(self.config.data.train_batch_size / self.mini_batch(actor))
@@ -810,7 +811,7 @@ class Planner:
         products = passes * self._pass(name, packed, share)
         device, micro = self.cluster.device, self._micro_batches(model, self._update_limits(model, role))
         gathers = micro * (2 if model.reshard else 1)
-        # Gradients are summed over the devices in each micro-batch, not once for a mini-batch.
+        # Gradients are summed over the devices in each micro-batch, not once per mini-batch.
         sent = gather_seconds(model, self.cluster, gathers, micro) + bus_seconds(model, device, gathers, micro)
         minis = ceil(config.data.train_batch_size / self.mini_batch(role))
         shards = model.shards if model.sharded else max(1, self.replicas(model) if model.layout else 1)
@@ -828,7 +829,7 @@ class Planner:
 
 
 def step_of(times: Mapping[str, Interval], mode: str) -> Interval:
-    """Return the seconds of a step; with asynchronous runs sampling and learning take place at the same time."""
+    """Return the seconds of a step; in asynchronous runs, sampling and learning overlap."""
     sampling = [interval for phase, interval in times.items() if phase in ("gen", "reward")]
     learning = [interval for phase, interval in times.items() if phase not in ("gen", "reward")]
     zero = Interval(0.0, 0.0, 0.0)

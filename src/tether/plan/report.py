@@ -10,24 +10,24 @@ from tether.plan.memory import Parts, total
 from tether.plan.planning import NEAR, Interval, Plan
 
 LISTED = 5
-"""Most parts of a phase that are listed; the others are summed."""
+"""Maximum number of components listed per phase; further ones are summed."""
 SHOWN = 0.05 * GIB
-"""Bytes below which a part would be shown as 0.0 GiB."""
+"""Size in bytes below which a component is not listed, since it would be shown as 0.0 GiB."""
 Row = Sequence[str]
 
 
 def span(interval: Interval, unit: str = "s") -> str:
-    """Return an interval as text."""
+    """Format an interval."""
     return f"{short(interval.low)} to {short(interval.high)} {unit}"
 
 
 def short(value: float) -> str:
-    """Return a number with two digits, or more before the point."""
+    """Format a number with two significant digits, or as an integer from 10 on."""
     return f"{value:.2g}" if value < 10 else f"{value:,.0f}"
 
 
 def cause(plan: Plan) -> str:
-    """Return the sentence that says where the peak is and what most of it is."""
+    """Return a sentence with the phase of the peak and its largest components."""
     group = plan.fullest
     components = group.phases[group.peak_phase]
     first, *others = sorted(components, key=lambda name: -components[name])[:3]
@@ -38,7 +38,7 @@ def cause(plan: Plan) -> str:
 
 
 def memory_table(plan: Plan) -> tuple[Row, list[Row]]:
-    """Return the table of phases and their parts."""
+    """Return the table of phases and their memory components."""
     rows: list[Row] = []
     for group in plan.groups:
         for phase, components in group.phases.items():
@@ -51,7 +51,7 @@ def memory_table(plan: Plan) -> tuple[Row, list[Row]]:
 
 
 def time_table(plan: Plan) -> tuple[Row, list[Row]]:
-    """Return the table of seconds by phase."""
+    """Return the table of seconds per phase."""
     rows: list[Row] = [(phase, span(interval)) for phase, interval in plan.times.items()]
     return ("phase", "seconds of a step"), [*rows, ("step", span(plan.step))]
 
@@ -72,8 +72,8 @@ def summary(plan: Plan, price: tuple[float, str] | None, where_from: str = "") -
 
     Args:
         plan: the plan.
-        price: of a device for an hour, and its currency.
-        where_from: what the number of steps was computed from.
+        price: price of a device per hour, and its currency.
+        where_from: how the number of steps was determined.
     """
     cluster = plan.cluster
     device = cluster.device
@@ -104,7 +104,7 @@ def summary(plan: Plan, price: tuple[float, str] | None, where_from: str = "") -
 
 
 def change_lines(changes: Iterable[Change]) -> list[str]:
-    """Return two lines for each change that makes the run fit: its settings, and what it needs."""
+    """Return two lines for each change that makes the run fit: its settings, and its time and memory."""
     lines = []
     for change in changes:
         plan = change.plan
@@ -115,7 +115,7 @@ def change_lines(changes: Iterable[Change]) -> list[str]:
 
 
 def case_table(cases: Iterable[Case]) -> tuple[Row, list[Row]]:
-    """Return a what-if table; * marks the Pareto line."""
+    """Return a what-if table; * marks Pareto-optimal lines."""
     rows: list[Row] = [
         (c.what, gib(c.plan.peak), c.plan.verdict, span(c.step), f"{c.device_seconds:,.0f}", "*" if c.best else "")
         for c in cases
@@ -124,7 +124,7 @@ def case_table(cases: Iterable[Case]) -> tuple[Row, list[Row]]:
 
 
 def length_table(plans: Sequence[tuple[str, Plan]]) -> tuple[Row, list[Row]]:
-    """Return how much depends on the lengths of responses."""
+    """Return a table of plans for different lengths of responses."""
     if any(plan.idle is None for _, plan in plans):
         return ("tokens: mean, tail", "step"), [(what, span(plan.step)) for what, plan in plans]
     rows: list[Row] = [(what, span(plan.step), f"{plan.idle:.0%}") for what, plan in plans]
@@ -136,7 +136,7 @@ def _data(components: Parts) -> dict[str, float]:
 
 
 def as_data(plan: Plan, changes: Iterable[Change], largest: tuple[str, int] | None) -> dict[str, object]:
-    """Return the plan as plain data; sizes are bytes, times [low, middle, high] in seconds."""
+    """Return the plan as plain data; sizes are in bytes, times are [low, middle, high] in seconds."""
     cluster = plan.cluster
     return {
         "verdict": plan.verdict,

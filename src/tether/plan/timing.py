@@ -1,7 +1,7 @@
 """Time of each phase of a step: a roofline with efficiencies that have a source, and a simulation of sampling.
 
-A phase takes as long as its products at the device's rate, or its bytes at the rate of memory or of the links, times
-what is usually lost. Each result is an interval, because that loss varies.
+A phase takes as long as its matrix products at the device's rate, or its bytes at the bandwidth of memory or links,
+divided by the efficiency that is usually reached. Each result is an interval, because that efficiency varies.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from tether.plan.devices import Cluster, Device
 from tether.plan.memory import MASTER, SUM, Model, at_rest
 
 SPREAD = (0.7, 1.45)
-"""Uncalibrated, a phase takes between these multiples of its estimate."""
+"""Range of a phase's time relative to its estimate, without calibration."""
 CALIBRATED = (0.85, 1.2)
-"""The same after a run on the machine was compared."""
+"""Range of a phase's time relative to its estimate, after comparison with a run on the machine."""
 TAIL = 0.99
-"""The quantile of the lengths that is asked for."""
+"""Quantile of the response lengths that users are asked for."""
 HOST_BANDWIDTH = 25.0
-"""GB/s of the host's memory for each device: two channels of DDR5 for two devices, a server's sixteen for eight."""
+"""Host memory bandwidth per device in GB/s: two channels of DDR5 for two devices, a server's sixteen for eight."""
 DRAWN = 4096
-"""Most lengths that are simulated; more sequences are in proportion."""
+"""Maximum number of lengths to simulate; results for more sequences are scaled."""
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of a device's rates that are reached."""
+    """Efficiencies: the reached shares of a device's rates."""
 
     products: float
-    """The share of dense products, for a model with a large hidden size."""
+    """Share reached by dense products, for a model with a large hidden size."""
     half_at: float
-    """Hidden size at which half of that is reached, on a device of `FASTEST` TFLOP/s; on slower ones a smaller one."""
+    """Hidden size at which half of `products` is reached on a device of `FASTEST` TFLOP/s; lower on slower devices."""
     attention: float
-    """The share of the products of attention, which do not depend on the hidden size."""
+    """Share reached by the products of attention, which does not depend on the hidden size."""
     bandwidth: float
-    """The share of the memory's rate while a token is decoded."""
+    """Share of the memory bandwidth reached while decoding a token."""
     decoding: float
-    """The share of `products` while many rows are decoded."""
+    """Share of `products` reached while decoding many rows."""
     per_layer: float
-    """Seconds of a layer of a decoded token that no roofline has: launches."""
+    """Seconds per layer and decoded token that the roofline does not include, such as kernel launches."""
     source: str
 
     def of_products(self, hidden: int, device: Device) -> float:
-        """Return the share for a model of a hidden size."""
+        """Return the share reached by dense products for a hidden size."""
         return self.products * hidden / (hidden + self.half_at * device.teraflops / FASTEST)
 
 
 FASTEST = 989
-"""TFLOP/s of the device that `Efficiency.half_at` was read off: an H100."""
+"""TFLOP/s of the device for which `Efficiency.half_at` is given: an H100."""
 CPU = Efficiency(
     0.95, 340 * FASTEST / 0.4, 0.5, 0.42, 1.1, 0.0,
     "the page on performance: of the limit, training SmolLM2-135M reaches 59 to 61 % at 0.4 TFLOP/s and 15 to 21 % at "
@@ -69,19 +69,19 @@ SERVER = replace(GPU, per_layer=3e-5, source="as GPU; vLLM's CUDA graphs leave a
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts and responses. The mean and the 99 % quantile of responses cannot be known before a run."""
+    """Tokens of prompts and responses. The mean and the 99 % quantile of responses are unknown before a run."""
 
     prompt: float
     mean: float
     tail: float
     limit: int
-    """Most tokens of a response."""
+    """Maximum tokens of a response."""
 
     def draw(self, count: int, seed: int = 0) -> list[int]:
         """Draw lengths of responses from a log-normal distribution with this mean and quantile, cut at the limit."""
         ratio = max(1.0, self.tail / self.mean)
         z = NormalDist().inv_cdf(TAIL)
-        # tail / mean = exp(z sigma - sigma^2 / 2), of which the smaller root is the distribution that is meant.
+        # tail / mean = exp(z sigma - sigma^2 / 2) has two roots; the smaller one is the intended distribution.
         sigma = z - math.sqrt(max(0.0, z * z - 2 * math.log(ratio)))
         mu = math.log(self.mean) - sigma**2 / 2
         draw = random.Random(seed)
@@ -90,24 +90,24 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Sampled:
-    """A simulated rollout of one sampler."""
+    """The simulated rollout of one sampler."""
 
     seconds: float
     idle: float
-    """Share of its slots x time in which no sequence was sampled."""
+    """Idle share of its slots x time."""
 
 
 def simulate(lengths: Sequence[int], slots: int, step: Callable[[int, float], float], prompt: float) -> Sampled:
-    """Simulate continuous batching: a sequence that ends makes room for the next one.
+    """Simulate continuous batching, in which the next sequence starts when one ends.
 
     Args:
         lengths: tokens of each response.
-        slots: sequences that are sampled at a time.
-        step: seconds of a decoded token for so many rows, each of so many tokens.
+        slots: number of sequences sampled at the same time.
+        step: returns the seconds of a decoding step, called with (rows, mean tokens per row).
         prompt: tokens of a prompt.
     """
     waiting = list(reversed(lengths))
-    ends: list[int] = []  # decoding step in which a sequence ends
+    ends: list[int] = []  # decoding steps at which sequences end
     while waiting and len(ends) < slots:
         heapq.heappush(ends, waiting.pop())
     slots = len(ends)
@@ -125,12 +125,12 @@ def simulate(lengths: Sequence[int], slots: int, step: Callable[[int, float], fl
 
 
 def decode_step(model: Model, device: Device, efficiency: Efficiency, shards: int = 1) -> Callable[[int, float], float]:
-    """Return the seconds of one decoded token for so many rows with so many tokens each.
+    """Return a function from (rows, tokens per row) to the seconds of a decoding step.
 
     Args:
         model: the policy.
         device: a device that samples.
-        efficiency: what is reached of its rates.
+        efficiency: the reached shares of its rates.
         shards: devices that share the sampler's model.
     """
     sizes, c = model.sizes, model.number
@@ -139,7 +139,7 @@ def decode_step(model: Model, device: Device, efficiency: Efficiency, shards: in
 
     def seconds(rows: int, length: float) -> float:
         read: float = weights
-        if sizes.experts:  # each row has its own experts, until all of them are read
+        if sizes.experts:  # rows activate different experts, until all of them are read
             share = 1 - (1 - sizes.active_experts / sizes.experts) ** rows
             read = sizes.embedding + sizes.in_layers * share + sizes.attention * sizes.layers * (1 - share)
         cache = rows * length * sizes.kv_per_token
@@ -156,12 +156,12 @@ def forward_seconds(
     """Return the seconds of a forward pass on one device.
 
     Args:
-        sizes: the model's.
+        sizes: sizes of the model.
         tokens: tokens in the layers.
-        pairs: pairs of tokens of which one sees the other.
+        pairs: pairs of tokens of which one attends to the other.
         targets: tokens whose logits are computed; 0 for a critic.
         device: the device.
-        efficiency: what is reached of its rates.
+        efficiency: the reached shares of its rates.
     """
     products = 2 * sizes.active_in_layers * tokens + 2 * sizes.embedding * targets
     attention = 4 * sizes.heads * sizes.head_size * sizes.layers * pairs
@@ -170,25 +170,25 @@ def forward_seconds(
 
 
 def gather_seconds(model: Model, cluster: Cluster, passes: float, sums: float) -> float:
-    """Return the seconds in which weights are gathered and gradients are summed over the shards.
+    """Return the seconds for gathering weights and summing gradients over the shards.
 
     Args:
         model: a sharded model.
         cluster: its devices.
-        passes: how often all weights are gathered.
-        sums: how often all gradients are summed.
+        passes: number of times that all weights are gathered.
+        sums: number of times that all gradients are summed.
     """
     if not model.sharded or model.shards == 1:
         return 0.0
     device = cluster.device
-    # Between machines each device sends its part; within one the links are faster.
+    # Between machines, each device sends its own shard over the network; within a machine the links are faster.
     rate = device.link if model.shards <= cluster.per_node else device.network
     share = (model.shards - 1) / model.shards
     return share * (passes * model.number * model.parameters + sums * SUM * model.learned) / (rate * 1e9)
 
 
 def bus_seconds(model: Model, device: Device, passes: float, sums: float) -> float:
-    """Return the seconds in which weights that are always on the host are read from there, and gradients written back.
+    """Return the seconds for reading weights that are always on the host, and for writing gradients back.
 
     FSDP2 with a `CPUOffloadPolicy` copies a rank's shard in the dtype in which it is stored, before it is gathered, and
     its share of the summed gradients in float32.
@@ -196,8 +196,8 @@ def bus_seconds(model: Model, device: Device, passes: float, sums: float) -> flo
     Args:
         model: the model.
         device: its device.
-        passes: how often all weights are gathered.
-        sums: how often all gradients are summed.
+        passes: number of times that all weights are gathered.
+        sums: number of times that all gradients are summed.
     """
     if not model.on_host or device.is_cpu:
         return 0.0
@@ -206,9 +206,9 @@ def bus_seconds(model: Model, device: Device, passes: float, sums: float) -> flo
 
 
 def move_seconds(model: Model, device: Device, *, update: bool) -> float:
-    """Return the seconds in which a model that rests on the host is moved to its device and back, once for each phase.
+    """Return the seconds per phase for moving an offloaded model to its device and back.
 
-    The optimizer's state is moved for an update only.
+    The optimizer's state is only moved for an update.
     """
     if model.on_host or device.is_cpu:
         return 0.0
@@ -218,11 +218,11 @@ def move_seconds(model: Model, device: Device, *, update: bool) -> float:
 
 
 def optimizer_seconds(model: Model, device: Device, shards: int) -> float:
-    """Return the seconds of AdamW's step, which reads and writes weight, gradient and moments in float32."""
+    """Return the seconds of AdamW's step, which reads and writes weights, gradients and moments in float32."""
     rate = HOST_BANDWIDTH if model.on_host and not device.is_cpu else 0.5 * device.bandwidth
     return 28 * model.learned / shards / (rate * 1e9)
 
 
 def overlapped(products: float, sent: float) -> float:
-    """Return the seconds of products beside which data is sent, most of it at the same time."""
+    """Return the seconds of computation and communication that mostly overlap."""
     return max(products, sent) + 0.15 * min(products, sent)

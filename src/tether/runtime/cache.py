@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 OTHER_CACHE = "Name another folder by TETHER_CACHE"
-"""What to do where the folder cannot be written."""
+"""Advice for a folder that cannot be written."""
 
 
 def cache_dir() -> Path:

@@ -1,6 +1,6 @@
 """Messages between a process and its owner: bytes with a header that distinguishes them from stray output.
 
-The meaning of the bytes is up to both ends. Data from a process that runs user code is never unpickled, because
+Both ends agree on the meaning of the bytes. Data from a process that runs user code is never unpickled, because
 unpickling can run code.
 """
 
@@ -19,7 +19,7 @@ TAG_BYTES = 8
 
 
 class Garbled(Exception):
-    """The other end sent bytes that are not the next message."""
+    """The other end sent bytes that are not the expected next message."""
 
 
 class Channel:
@@ -27,8 +27,8 @@ class Channel:
 
     Args:
         connection: a stream socket. If it is blocking, calls wait; otherwise they raise BlockingIOError.
-        tag: `TAG_BYTES` random bytes known to both ends. The tag and index in front of every message ensure that bytes
-            that something else writes to the socket are not mistaken for an answer.
+        tag: `TAG_BYTES` random bytes known to both ends. The tag and index before every message ensure that bytes which
+            other code writes to the socket are not mistaken for an answer.
         limit: maximum bytes of a received message.
     """
 
@@ -58,11 +58,11 @@ class Channel:
             self.connection.sendall(chunk)
 
     def beat(self, seconds: float) -> None:
-        """Send a sign of life, with the maximum seconds until the next message or beat."""
+        """Send a heartbeat, with the maximum seconds until the next message or heartbeat."""
         self.connection.sendall(_HEAD.pack(self._tag, _BEAT, _SECONDS.size) + _SECONDS.pack(seconds))
 
     def receive(self) -> bytes | None:
-        """Wait for the owner's next message; return None when the owner has gone."""
+        """Wait for the owner's next message; return None when the owner has closed the connection or died."""
         try:
             while (message := self.take()) is None:
                 if not self.fill():
@@ -83,10 +83,10 @@ class Channel:
         return count > 0
 
     def take(self) -> bytes | float | None:
-        """Return the next complete message, the seconds of a beat, or None if neither has been read yet.
+        """Return the next complete message, the seconds of a heartbeat, or None if neither has been read yet.
 
         Raises:
-            Garbled: the bytes are not the next message.
+            Garbled: the bytes are not the expected next message.
         """
         if self._long is None and not self._read_head():
             return None
@@ -107,7 +107,7 @@ class Channel:
         return body
 
     def _read_head(self) -> bool:
-        """Whether a short message is complete; if a long one begins, allocate it."""
+        """Return whether a short message is complete; if a long one begins, allocate its buffer."""
         if len(self._pending) < _HEAD.size:
             if not self._tag.startswith(self._pending[:TAG_BYTES]):
                 raise Garbled

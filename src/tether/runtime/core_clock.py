@@ -1,4 +1,4 @@
-"""Whether other programs kept this process from the cores, so that its timings are too long."""
+"""Detects whether other programs kept this process from the CPU cores, so that its timings are too long."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import time
 from pathlib import Path
 
 TASKS = Path("/proc/self/task")
-"""Linux's folder with a folder for each thread of this process."""
+"""Linux's folder with one folder for each thread of this process."""
 BUSY = 0.1
-"""Share of waiting above which timings are not those of a quiet machine."""
+"""Share of waiting time above which the machine is too busy for valid timings."""
 
 
 class CoreClock:
-    """Measures how long the threads of this process waited for a core since the clock was made."""
+    """Measures how long the threads of this process have waited for a core since the clock was created."""
 
     def __init__(self) -> None:
         self._ran, self._waited = time.process_time(), _waited()
 
     def wait_fraction(self) -> float | None:
-        """Return the share of the time in which threads could run and waited for a core; None if not on Linux."""
+        """Return the share of the time in which runnable threads waited for a core; None if not on Linux."""
         ran, waited = time.process_time() - self._ran, _waited()
         if waited is None or self._waited is None:
             return None
-        waited = max(0.0, waited - self._waited)  # threads that have ended no longer count
+        waited = max(0.0, waited - self._waited)  # threads that have ended are no longer counted
         return waited / (ran + waited) if ran + waited else 0.0
 
 
 def _waited() -> float | None:
-    """Return the seconds that the threads of this process could have run and waited for a core so far."""
+    """Return the total seconds that the threads of this process were runnable but waited for a core."""
     nanoseconds = []
     for file in TASKS.glob("*/schedstat"):
         try:

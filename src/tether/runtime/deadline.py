@@ -1,7 +1,7 @@
 """Limits of time and memory for foreign code in this process, such as a chat template.
 
-In the main thread a signal interrupts code that exceeds the timeout, which also ends a wait. In another thread an
-exception is raised at its next line of Python.
+In the main thread a signal interrupts code that exceeds the timeout, including blocking calls. In another thread an
+exception is raised when it next executes Python code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NoReturn
 
 _MAPPED = Path("/proc/self/statm")
-"""Linux file whose first number is the count of pages that this process has mapped."""
+"""Linux file whose first number is the count of memory pages mapped by this process."""
 
 
 @contextmanager
@@ -48,12 +48,13 @@ def deadline(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def memory_limit(size: int) -> Iterator[None]:
-    """Let the block take so many bytes more than the process has; only in the main thread, and on Linux.
+    """Limit the additional memory that the block can allocate, in bytes; only in the main thread, and on Linux.
 
-    The limit is of addresses, of which CUDA reserves many more than it needs: where it runs there is none.
+    The limit is on address space, of which CUDA reserves far more than it uses, so nothing is limited once CUDA is
+    initialised.
 
     Raises:
-        MemoryError: the block asked for more.
+        MemoryError: the block exceeded the limit.
     """
     torch = sys.modules.get("torch")
     on_cuda = torch is not None and torch.cuda.is_initialized()
@@ -75,7 +76,7 @@ def _in_this_thread(seconds: float) -> Iterator[None]:
     def say(self: TimeoutError) -> None:
         TimeoutError.__init__(self, f"not done after {seconds:g} seconds")
 
-    late = type("TimeoutError", (TimeoutError,), {"__init__": say})  # it is raised without arguments
+    late = type("TimeoutError", (TimeoutError,), {"__init__": say})  # raised without arguments
     thread, lock, is_over = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
     raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
@@ -93,8 +94,9 @@ def _in_this_thread(seconds: float) -> Iterator[None]:
         with suppress(late):
             with lock:
                 is_over = True
-            # What was sent is raised in this loop at the latest. It is not withdrawn: after that, Python 3.11 looks for
-            # an exception for ever, and ends no call of a function that a debugger or a coverage tool traces.
+            # A pending exception is raised in this loop at the latest. It must not be withdrawn instead: Python 3.11
+            # would then keep looking for an exception, and calls of functions traced by a debugger or a coverage tool
+            # would never return.
             for _ in range(100):
                 pass
         timer.cancel()

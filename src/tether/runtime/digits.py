@@ -1,4 +1,4 @@
-"""Conversion of integers with many digits: by default Python limits them to 4300, to protect servers."""
+"""Conversion of integers with many digits, which Python limits to 4300 digits by default to protect servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 MAX_DIGITS = 100_000
-"""Maximum digits of an integer, which take a quarter of a second; the time is quadratic."""
+"""Maximum digits of an integer. Converting that many takes a quarter of a second; the time is quadratic."""
 _LOCK = threading.RLock()
 
 
@@ -25,5 +25,5 @@ def many_digits() -> Iterator[None]:
 
 
 def has_too_many_digits(error: ValueError) -> bool:
-    """Whether Python refused an integer because of its length."""
+    """Whether an error means that Python refused an integer because of its number of digits."""
     return "integer string conversion" in str(error)

@@ -1,4 +1,4 @@
-"""Errors of the disk, of paths and of the content of files, turned into one sentence that names the file."""
+"""Converts errors of the disk, of paths and of file contents into one sentence that names the file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tether.runtime.user_files import raised_by_tether
 Json = TypeVar("Json", dict[str, Any], list[Any])
 
 _FULL = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors that a disk reports, but a network does not."""
+"""Error numbers that a disk reports but a network does not."""
 OF_THE_DISK = (errno.EACCES, errno.EPERM, *_FULL)
 OF_PATHS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOTEMPTY)
 
@@ -38,7 +38,7 @@ def writing(to: Path, fix: str) -> Iterator[None]:
 
     Args:
         to: start of the message.
-        fix: end of the message, which says what to do.
+        fix: end of the message: what the user can do.
 
     Raises:
         ValueError: the disk is full or read-only, or a path is not writable or of the wrong kind.
@@ -52,9 +52,9 @@ def writing(to: Path, fix: str) -> Iterator[None]:
 
 
 def follow_umask(folder: Path, like: Path) -> None:
-    """Give the weights below a folder the permissions of a file that was made as the umask says.
+    """Give the weights below a folder the permissions of the file `like`, which was created with the user's umask.
 
-    safetensors makes them readable by the owner only.
+    safetensors creates files that only the owner can read.
     """
     permissions = stat.S_IMODE(like.stat().st_mode)
     for path in folder.rglob("*.safetensors"):
@@ -63,17 +63,17 @@ def follow_umask(folder: Path, like: Path) -> None:
 
 
 def check_readable(paths: Iterable[Path]) -> None:
-    """Refuse paths that this user has no permission to read, which readers would call missing or damaged.
+    """Refuse paths that this user has no permission to read; readers would report them as missing or damaged.
 
     Raises:
-        ValueError: there is one.
+        ValueError: a path cannot be read.
     """
     for path in paths:
         try:
             path.stat()
         except PermissionError:
             refused = True
-        except OSError:  # it is not there
+        except OSError:  # it does not exist
             refused = False
         else:
             refused = not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0))
@@ -90,20 +90,20 @@ _OF_CONTENT = (
     ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, EOFError, RecursionError,
     pickle.UnpicklingError, struct.error,
 )  # fmt: skip
-"""Errors raised for unexpected content of a file, by its reader or its user."""
+"""Exceptions raised for unexpected file content, by the code that reads or uses it."""
 
 
 @contextmanager
 def reading(file: Path, fix: str) -> Iterator[None]:
-    """Turn errors of reading a file inside the block, and of using its content, into a ValueError.
+    """Turn errors of reading a file inside the block, or of using its content, into a ValueError.
 
     Args:
         file: start of the message.
-        fix: end of the message, which says what to do.
+        fix: end of the message: what the user can do.
 
     Raises:
-        ValueError: the file cannot be read or its content is wrong. The text of a ValueError of tether is kept, with
-            the name of the file.
+        ValueError: the file cannot be read or its content is wrong. The text of tether's own ValueErrors is kept,
+            prefixed with the name of the file.
     """
     try:
         yield
@@ -122,7 +122,7 @@ def reading(file: Path, fix: str) -> Iterator[None]:
 
 
 def is_of_content(error: Exception) -> bool:
-    """Whether the content of a file can be the cause of an error."""
+    """Whether an error may be caused by the content of a file."""
     of_torch = type(error) is RuntimeError and "memory" not in str(error)  # lack of memory is reported elsewhere
     return of_torch or isinstance(error, _OF_CONTENT) or type(error).__name__ == "SafetensorError"
 
@@ -136,10 +136,10 @@ def in_a_line(error: Exception) -> str:
 
 
 def read_json(file: Path, kind: type[Json], fix: str) -> Json:
-    """Return the content of a small file of JSON.
+    """Return the content of a small JSON file.
 
     Raises:
-        ValueError: as in `reading`.
+        ValueError: the file cannot be read or is invalid, as in `reading`.
     """
     with reading(file, fix):
         text = file.read_bytes()

@@ -1,7 +1,7 @@
-"""The event loop of a process for coroutines of the user's: one for its life.
+"""The event loop for a user's coroutines, one for the lifetime of a process.
 
-A client, a connection or a lock is bound to the loop in which it was first used. With a loop of its own for each call,
-what the first call opened would be of no use in the second.
+Clients, connections and locks are bound to the loop in which they are first used. With a new loop for each call,
+objects that one call opened could not be used in the next.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from functools import cache
 from typing import Any
 
 CANCEL_SECONDS = 1.0
-"""That a coroutine has to end in after it was cancelled."""
+"""Timeout for a cancelled coroutine to end."""
 _one_thread = threading.Lock()
 
 
 @cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the loop, which no thread runs between two calls."""
+    """Return the event loop; it only runs during calls of `finished`."""
     return asyncio.new_event_loop()
 
 
 def finished(result: Any) -> Any:
-    """Return a result as it is, or run what can be awaited to its end and return what that gives.
+    """Return a result unchanged, or run an awaitable to its end and return its result.
 
-    It runs in this thread, so that its signals work; where this thread runs a loop already, as in a notebook, in
-    another one.
+    It runs in this thread, so that signals work, or in another thread if this one already runs a loop, as in a
+    notebook.
     """
     if not inspect.isawaitable(result):
         return result
@@ -51,7 +51,7 @@ def finished(result: Any) -> Any:
     try:
         return done.result()
     except BaseException:
-        if begun.done():  # it may run still, if a deadline ended the wait
+        if begun.done():  # a deadline may have ended the wait while the task still runs
             event_loop().call_soon_threadsafe(begun.result().cancel)
         raise
 
@@ -67,10 +67,10 @@ def _run(awaitable: Awaitable[Any], begun: Future[asyncio.Task[Any]]) -> Any:
         try:
             return loop.run_until_complete(task)
         except BaseException:
-            if not task.done():  # a deadline ended the wait: the task must not go on during the next call
+            if not task.done():  # a deadline ended the wait; the task must not continue during the next call
                 task.cancel()
                 with suppress(BaseException):
                     loop.run_until_complete(asyncio.wait({task}, timeout=CANCEL_SECONDS))
             elif not task.cancelled():
-                task.exception()  # else asyncio logs that nobody asked for it
+                task.exception()  # otherwise asyncio logs that the exception was never retrieved
             raise

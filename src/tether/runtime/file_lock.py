@@ -1,4 +1,4 @@
-"""A lock of a file between processes, with a line for the user while another process holds it."""
+"""A file lock between processes, which prints a line for the user while another process holds it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from huggingface_hub.utils import WeakFileLock
 
 @contextmanager
 def locked(lock: Path, waiting: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Lock other processes out, so that only one downloads a file or writes to a folder.
+    """Hold a lock that only one process can have, for downloading a file or writing to a folder.
 
     Args:
-        lock: the lock's file, which remains.
+        lock: the lock file, which is not deleted.
         waiting: line for `say` if another process holds the lock.
         say: prints a line for the user.
     """

@@ -18,7 +18,7 @@ _lock = threading.RLock()
 
 @contextmanager
 def python_seeded(seed: str) -> Iterator[None]:
-    """Seed Python's global generator for a block, and restore it. `rng_state` in another thread waits for the end."""
+    """Seed Python's global generator for a block, then restore it; `rng_state` in another thread waits for the end."""
     with _lock:
         state = random.getstate()
         random.seed(seed)
@@ -47,7 +47,7 @@ def rng_state() -> StateDict:
     }
     if torch := _torch():
         state["torch"] = torch.get_rng_state()
-        if torch.cuda.is_initialized():  # a forked process cannot use CUDA, and has no such state
+        if torch.cuda.is_initialized():  # a forked process cannot use CUDA, and has no CUDA state
             state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
@@ -65,5 +65,5 @@ def set_rng_state(state: StateDict) -> None:
 
 
 def _torch() -> Any:
-    """Return torch if it is imported: worker processes of environments start without it."""
+    """Return torch if it is imported; environment processes do not import it."""
     return sys.modules.get("torch")

@@ -31,7 +31,7 @@ from typing import NoReturn
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _OWNERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-POLL_SECONDS = 5.0  # between checks whether the owner is alive, where the kernel does not report it
+POLL_SECONDS = 5.0  # interval of checks whether the owner is alive, where the kernel does not report its death
 
 
 def supervise(work: Callable[[], None], control: socket.socket, owner: int, folder: str = "") -> NoReturn:
@@ -41,10 +41,10 @@ def supervise(work: Callable[[], None], control: socket.socket, owner: int, fold
         work: executed by the worker, in a process forked from this one.
         control: socket to the owner, which shuts it down to kill the worker and reads how the worker ended.
         owner: process id of this process's parent.
-        folder: a folder of the worker's, which is removed once everything that it started has ended; "" for none.
+        folder: the worker's folder, which is removed once the worker and its descendants have ended; "" for none.
     """
-    with contextlib.suppress(PermissionError):  # it is a session leader already
-        os.setsid()  # Ctrl-C is for the owner
+    with contextlib.suppress(PermissionError):  # it already is a session leader
+        os.setsid()  # Ctrl-C is handled by the owner
     _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # woken by a child's exit, or by the end of the owner's thread
     adopt_orphans()
     child_exit = _wake_on_child_exit()
@@ -71,7 +71,7 @@ def supervise(work: Callable[[], None], control: socket.socket, owner: int, fold
 def end_descendants(process: int, spared: Collection[int] = ()) -> None:
     """Kill all descendants of `process` except the `spared` ones, and reap this process's children.
 
-    Orphans are descendants of the process that adopts them (`adopt_orphans`). Requires /proc.
+    Orphans count as descendants of the process that adopted them (`adopt_orphans`). Requires /proc.
     """
     while below := {pid: exited for pid, exited in descendants(process).items() if pid not in spared}:
         reaped = False
@@ -94,7 +94,7 @@ def descendants(process: int) -> dict[int, bool]:
         try:
             state, parent, *_ = stat.read_text().rpartition(")")[2].split()  # the name before ")" may contain spaces
         except (OSError, ValueError):
-            continue  # exited meanwhile
+            continue  # it has exited meanwhile
         pid = int(stat.parent.name)
         exited[pid] = state in "ZX"
         children.setdefault(int(parent), []).append(pid)
@@ -147,8 +147,8 @@ def _run_worker(work: Callable[[], None], control: socket.socket, guard: int) ->
         os._exit(1)  # the guard died before the kernel was told to watch it
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # A scheduler may send these to all processes of a run, but only the owner handles them: it finishes its step with
-    # this worker. Unlike SIG_IGN, an empty handler is not inherited by programs that the worker starts.
+    # A scheduler may send these signals to all processes of a run, but only the owner handles them, by finishing its
+    # step with this worker. Unlike SIG_IGN, an empty handler is not inherited by programs that the worker starts.
     for number in _OWNERS:
         signal.signal(number, lambda *_: None)
     os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_restore_signals)
@@ -174,7 +174,7 @@ def _restore_signals() -> None:
 
 
 def _watch(worker: int, control: socket.socket, child_exit: int, owner: int) -> str:
-    """Wait until the worker has to end or has ended, and return why."""
+    """Wait until the worker has ended or must be killed, and return why."""
     while True:
         ready, _, _ = select.select([control.fileno(), child_exit], [], [], POLL_SECONDS)
         if control.fileno() in ready or os.getppid() != owner:

@@ -62,7 +62,7 @@ def _no_address(url: str) -> str | None:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether a text can be an HTTP header."""
+    """Whether a text is valid in an HTTP header."""
     return text.isascii() and text.isprintable()
 
 
@@ -84,11 +84,11 @@ def check_listening(url: str, key: str, timeout: float = 10.0) -> None:
 
 
 def secret_from(variable: str | None, key: str) -> str | None:
-    """Return the value of the environment variable that the configuration's `key` names; None without a name.
+    """Return the value of the environment variable `variable`, configured by `key`; None if no variable is configured.
 
     Raises:
-        ValueError: the variable is not set, or cannot be a header. The message contains neither the value nor a
-            possible secret in place of the name.
+        ValueError: the variable is not set, or its value is invalid in a header. The message contains neither the value
+            nor the configured name, which might be a secret entered by mistake.
     """
     if variable is None:
         return None
@@ -126,7 +126,7 @@ def post_json(url: str, body: object, headers: Mapping[str, str], timeout: float
     assert address.hostname
     connection = kind(address.hostname, address.port, timeout=timeout)
     late = threading.Event()
-    opened: list[socket.socket] = []  # `connection` forgets its socket if the server closes it after the answer
+    opened: list[socket.socket] = []  # `connection` drops its socket if the server closes it after the answer
     path = f"{address.path or '/'}{f'?{address.query}' if address.query else ''}"
 
     def cut() -> None:
@@ -153,7 +153,7 @@ def post_json(url: str, body: object, headers: Mapping[str, str], timeout: float
     finally:
         watch.cancel()
         connection.close()
-    if late.is_set():  # a body without a length looks complete when the connection is cut
+    if late.is_set():  # without a content length, a body looks complete when the connection is cut
         raise NoAnswer(f"no answer within {timeout:.3g} s")
     if response.length and len(content) <= MAX_ANSWER:  # reading with a limit does not raise IncompleteRead
         raise NoAnswer(f"IncompleteRead: the connection ended {response.length} bytes before the answer")

@@ -1,4 +1,4 @@
-"""Hubs of models and datasets: which one a name belongs to, and the error for what a hub refuses."""
+"""Hubs of models and datasets: the hub that a name belongs to, and the error for a refused request."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def uses_modelscope(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def refusal(request: str, hub: str, why: str, fix: str) -> ValueError:
-    """Return the error for a request that a hub refuses."""
+    """Return the error for a request that was refused by a hub."""
     return ValueError(f"{request} {hub} does not give it ({why}). {fix[:1].upper()}{fix[1:]}")

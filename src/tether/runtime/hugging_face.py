@@ -1,4 +1,4 @@
-"""Requests to the Hugging Face hub, with one error for whatever its client raises."""
+"""Requests to the Hugging Face hub, with a single error type for everything that its client raises."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def asking_hugging_face(request: str, fix: str) -> Iterator[None]:
     """Turn errors of the hub's client inside the block into a ValueError.
 
     Args:
-        request: start of the message: what is requested, and where it was searched before.
-        fix: end of the message, which says what to do.
+        request: start of the message: what is requested, and where else it was searched.
+        fix: end of the message: what the user can do.
 
     Raises:
-        ValueError: the hub lacks or refuses it or cannot be reached, or HF_HUB_OFFLINE is set.
+        ValueError: the hub does not have it, refuses the request or cannot be reached, or HF_HUB_OFFLINE is set.
         OSError: the disk is full or not writable.
     """
     try:

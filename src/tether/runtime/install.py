@@ -1,6 +1,7 @@
-"""How to install what is missing.
+"""Commands that install missing packages.
 
-tether is on no package index, where anybody could register its name: commands name what this installation came from.
+tether is on no package index, where anybody could register its name, so the commands name the origin of this
+installation.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 SOURCE = Path(__file__).resolve().parents[3]
-"""The clone, where tether is installed from one in editable form; else a folder of the environment."""
+"""The clone, if tether is installed from one in editable mode; otherwise a folder of the environment."""
 IS_CLONE = (SOURCE / "pyproject.toml").is_file()
 
 
@@ -38,6 +39,6 @@ def pip_install(extra: str) -> str:
 
 
 def _metadata(file: str) -> str | None:
-    """Return the text of a file that the installer wrote; of an editable install it is not beside the package."""
+    """Return the text of an installer's metadata file, which an editable install has outside of the package."""
     installed = distributions(name="tether", path=[str(Path(__file__).parents[2]), *sys.path])
     return next((text for each in installed if (text := each.read_text(file))), None)

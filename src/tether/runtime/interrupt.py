@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a closed terminal: finish the step, save, and say how to resume."""
+"""Ctrl-C, SIGTERM and a closed terminal: finish the step, save, and print how to resume."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 STDERR = 2
-"""The file of standard error."""
+"""File descriptor of standard error."""
 PATIENCE = 10.0
-"""Seconds that the current step waits for a process after the signal."""
+"""Seconds that the current step continues to wait for a process after the signal."""
 
 
 class Interrupted(Exception):
-    """The run was asked to stop, and the current step waits for a process that does not answer."""
+    """The run was asked to stop while the current step waits for a process that does not answer."""
 
 
 class Interrupt:
@@ -29,7 +29,7 @@ class Interrupt:
         self.since = 0.0
 
     def __call__(self) -> bool:
-        """Return whether a signal has come."""
+        """Return whether a signal was received."""
         return self.signal is not None
 
     def receive(self, number: int, _: FrameType | None) -> None:
@@ -49,9 +49,10 @@ class Interrupt:
 
 
 def _say(text: str) -> None:
-    """Write to standard error without ever raising, because a signal handler must not."""
+    """Write to standard error without ever raising, as required in a signal handler."""
     file = STDERR
-    with suppress(Exception):  # scripts, notebooks and services replace it by objects without a file, or by nothing
+    # Scripts, notebooks and services replace it by objects without a file descriptor, or by None.
+    with suppress(Exception):
         file = int(sys.stderr.fileno())
     with suppress(OSError):  # standard error may be closed
         os.write(file, f"\n{text}\n".encode())  # a handler must not use buffered streams
@@ -62,10 +63,10 @@ _current: Interrupt | None = None  # one per process, like signals
 
 @contextmanager
 def graceful_interrupt() -> Iterator[Interrupt]:
-    """Make SIGINT, SIGTERM and SIGHUP only set a flag inside the block; report an `Interrupted` that ends it.
+    """Inside the block, make SIGINT, SIGTERM and SIGHUP only set a flag; report an `Interrupted` that ends the block.
 
-    A SIGHUP that is ignored, as under nohup, stays ignored. Outside of the main thread, which alone receives signals,
-    nothing changes.
+    An ignored SIGHUP, as under nohup, stays ignored. Outside of the main thread, which is the only one to receive
+    signals, nothing changes.
     """
     global _current
     interrupt = Interrupt()
@@ -88,14 +89,14 @@ def graceful_interrupt() -> Iterator[Interrupt]:
 
 
 def give_up_if_interrupted(waiting_since: float, what: str = "a process gave no answer") -> None:
-    """Raise `Interrupted` if a wait, for example for another process, lasts too long after a signal. Call it regularly.
+    """Raise `Interrupted` if a wait lasts too long after a signal; call it regularly during the wait.
 
     Args:
-        waiting_since: monotonic time of the start of the wait, or of the last sign of life.
-        what: what has not happened, for the message.
+        waiting_since: monotonic time of the start of the wait, or of the last heartbeat.
+        what: what is being waited for, as a clause for the message.
 
     Raises:
-        Interrupted: a signal came, and the wait has lasted more than `PATIENCE` seconds since then.
+        Interrupted: a signal was received, and the wait has lasted more than `PATIENCE` seconds since then.
     """
     if _current is None or _current.signal is None:
         return

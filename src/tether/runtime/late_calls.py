@@ -1,4 +1,4 @@
-"""A timeout for calls in this process, which cannot be killed: a late call gets an exception."""
+"""Timeouts of calls in this process, which cannot be killed; an exception is raised in a late call instead."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from typing import Any
 
 from tether.runtime.interrupt import Interrupted, give_up_if_interrupted
 
-_SIGNAL = signal.SIGURG  # ignored by default, and not used otherwise
-_late: tuple[LateCalls, float, Exception] | None = None  # the error for the main thread to raise, and in which call
+_SIGNAL = signal.SIGURG  # ignored by default, and not used for anything else
+# The error for the main thread to raise, and the call to raise it in.
+_late: tuple[LateCalls, float, Exception] | None = None
 _watching: set[LateCalls] = set()
-_before: Any = signal.SIG_DFL  # the handler to restore after the last of them
+_before: Any = signal.SIG_DFL  # the handler to restore after the last instance is closed
 
 
 class LateCalls:
-    """Watches calls from a thread; the cost of `begin` and `end` is not measurable.
+    """Watches calls from a separate thread; the cost of `begin` and `end` is negligible.
 
-    A late call raises in the main thread, whether it runs Python code or waits. Code that never releases the
+    The exception is raised in the main thread, whether the call runs Python code or waits. Code that never releases the
     interpreter lock cannot be interrupted.
 
     Args:
-        seconds: timeout of a call. Time in which this process is stopped does not count.
+        seconds: timeout of a call, without time in which this process is stopped.
         message: message of the error.
     """
 
@@ -48,7 +49,7 @@ class LateCalls:
         self._since = 0.0
 
     def close(self) -> None:
-        """Stop watching; after the last one, the signal has the handler that it had before the first."""
+        """Stop watching; closing the last instance restores the original handler of the signal."""
         self._closed.set()
         if self in _watching and _is_main_thread():
             self._thread.join()

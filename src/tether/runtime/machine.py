@@ -19,15 +19,15 @@ CGROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "file"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "cache"),
 )
-"""Folder of a container's memory control group, its files of the limit and the usage, and the name of the file cache in
-``memory.stat``: version 2, then version 1."""
+"""For cgroups version 2, then version 1: folder of a container's memory group, its files with limit and usage, and the
+name of the file cache in ``memory.stat``."""
 BETWEEN_RETURNS = 300.0
-"""Least seconds between two returns of freed memory in a run, so that it costs 1 % of the time at most."""
+"""Minimum seconds between two returns of freed memory in a run, so that they cost at most 1 % of the time."""
 _returned = time.monotonic()
 
 
 def resolve_device(name: str, key: str = "trainer.device") -> torch.device:
-    """Return the device of ``trainer.device``; ``auto`` selects an accelerator if there is one.
+    """Return the device of ``trainer.device``; ``auto`` selects an accelerator if one is available.
 
     Args:
         name: auto, cuda, mps or cpu.
@@ -48,7 +48,7 @@ def resolve_device(name: str, key: str = "trainer.device") -> torch.device:
 
 
 def computes_in_bfloat16(device: torch.device) -> bool:
-    """Whether a device has bfloat16 instructions; without them float32 is several times as fast."""
+    """Whether a device has bfloat16 instructions; if not, float32 is several times as fast."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "cpu":
@@ -58,12 +58,12 @@ def computes_in_bfloat16(device: torch.device) -> bool:
 
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
-    """Make CUDA add in a fixed order, so that a resumed run is bitwise equal to the uninterrupted one.
+    """Make CUDA sum in a fixed order, so that a resumed run is bitwise equal to the uninterrupted one.
 
-    By default, threads of PyTorch's CUDA kernels add in the order in which they finish, so the backward pass of
+    By default, threads of PyTorch's CUDA kernels sum in the order in which they finish, so the backward pass of
     attention, embeddings and convolutions differs between calls. Other devices have no such kernels.
 
-    Raises (from within):
+    Raises (inside the block):
         RuntimeError: an operation has no deterministic kernel; PyTorch names it.
     """
     if not torch.cuda.is_initialized():
@@ -94,7 +94,7 @@ def set_threads(configured: int | None) -> None:
 
 
 def give_memory_back() -> None:
-    """Return freed memory to the system; after a run, glibc would keep gigabytes."""
+    """Return freed memory to the operating system; after a run, glibc would otherwise keep gigabytes."""
     gc.collect()
     _trim()
 
@@ -105,10 +105,10 @@ def _trim() -> None:
 
 
 def return_held_memory() -> None:
-    """Return memory that glibc holds between tensors, unless it was returned less than `BETWEEN_RETURNS` seconds ago.
+    """Return free memory that glibc keeps, unless that was done less than `BETWEEN_RETURNS` seconds ago.
 
-    Micro-batches differ in tokens, so what one frees seldom fits the next: of a run of half a billion weights with
-    LoRA, 13 GiB were resident, of which 5.8 were free. Half a second is lost for each GiB that is used again.
+    Micro-batches differ in their number of tokens, so memory freed by one seldom fits the next: in a run of half a
+    billion weights with LoRA, 5.8 of 13 resident GiB were free. Each GiB that is allocated again costs half a second.
     """
     global _returned
     if time.monotonic() - _returned >= BETWEEN_RETURNS:
@@ -130,6 +130,6 @@ def available_memory(device: torch.device) -> int | None:
         try:
             cache = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())[cached]
             free.append(int((folder / limit).read_text()) - int((folder / used).read_text()) + int(cache))
-        except (OSError, KeyError, ValueError):  # no such file, or no limit
+        except (OSError, KeyError, ValueError):  # the file does not exist, or there is no limit
             continue
     return min(free)

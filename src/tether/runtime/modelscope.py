@@ -1,4 +1,4 @@
-"""Requests to ModelScope with its own client (extra ``modelscope``), with one error for whatever it raises."""
+"""Requests to ModelScope with its own client (extra ``modelscope``), with a single error type for all its errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def asking_modelscope(request: str, fix: str) -> Iterator[None]:
     The arguments are those of `tether.runtime.hugging_face.asking_hugging_face`.
 
     Raises:
-        ValueError: ModelScope lacks it, or cannot be reached.
+        ValueError: ModelScope does not have it, or cannot be reached.
         OSError: the disk is full or not writable.
     """
     try:

@@ -1,4 +1,4 @@
-"""Objects in place of files in the configuration: ``object:NAME`` is an object passed to `tether.train`."""
+"""Objects in place of files in the configuration; ``object:NAME`` refers to an object passed to `tether.train`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 PREFIX = "object:"
 WAIT_SECONDS = 5.0
-"""For another thread that makes something of objects: an environment, say, but not a run."""
+"""Timeout for another thread that uses objects: long enough while it makes an environment, not while it trains."""
 _held: dict[str, object] = {}
 _one_thread = threading.RLock()
 
 
 def is_object(name: object) -> bool:
-    """Whether a value names an object of this process."""
+    """Whether a value refers to an object of this process."""
     return isinstance(name, str) and name.startswith(PREFIX)
 
 
 def held(name: str) -> Any:
-    """Return the object that a value names.
+    """Return the object to which a value refers.
 
     Raises:
         ValueError: this process has no such object.
@@ -33,10 +33,10 @@ def held(name: str) -> Any:
 
 @contextmanager
 def holding(objects: Mapping[str, object]) -> Iterator[None]:
-    """Let ``object:NAME`` name these objects inside the block, in all threads; one thread at a time may enter it.
+    """Let ``object:NAME`` refer to these objects inside the block, in all threads; one thread at a time can enter.
 
     Raises:
-        ValueError: another thread stays in its block, for example because it trains.
+        ValueError: another thread does not leave its block, for example because it trains.
     """
     if not objects:
         yield

@@ -1,4 +1,4 @@
-"""Warnings that a user can do nothing about, and how they are hidden. Imports little: worker processes do so first."""
+"""Hides warnings that users cannot act on. It imports little, because worker processes import it first."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TextIO
 
 
 def hide_warnings_of_packages() -> None:
-    """Hide warnings of installed packages, about which the user can do nothing.
+    """Hide warnings of installed packages, which the user cannot act on.
 
-    Warnings about tether's and the user's code are shown, and all are if Python is configured to show some.
+    Warnings about tether's and the user's code are shown; all are shown if Python is configured to show warnings.
     """
     if sys.warnoptions:
         return
@@ -37,6 +37,6 @@ def hide_warnings_of_packages() -> None:
 
 @contextmanager
 def quiet_fork() -> Iterator[None]:
-    """Hide that Python 3.12 and later warn of a fork in a process with threads: the copy waits for none of them."""
+    """Hide the warning since Python 3.12 about a fork in a process with threads; the child waits for none of them."""
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         yield

@@ -1,4 +1,4 @@
-"""Making text from any source harmless for a terminal."""
+"""Makes text from any source harmless for a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TextIO
 
 LONGEST_PRINT, PRINTED_A_MINUTE = 2**16, 2**20
-"""Characters that a user's code may print at once and within a minute, in a process of its own."""
+"""Maximum characters that user code in a separate process may print at once and per minute."""
 
 _DIRECTION = set("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Unicode marks that change the direction of the text around them."""
@@ -18,7 +18,7 @@ _DIRECTION = set("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u
 def printable(text: str) -> str:
     """Replace control characters, including those of escape sequences, by spaces, and drop marks that reorder text.
 
-    Line ends and tabs stay; a lone surrogate, which cannot be encoded, becomes U+FFFD.
+    Line ends and tabs are kept; a lone surrogate, which cannot be encoded, becomes U+FFFD.
     """
     return text if text.isprintable() else "".join(map(_printable, text))
 
@@ -37,7 +37,7 @@ def _printable(character: str) -> str:
 
 
 def print_harmlessly() -> None:
-    """Apply `printable` to everything that this process prints from now on, limit it, and let no print fail."""
+    """Apply `printable` to everything that this process prints from now on, limit it, and make prints never fail."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             _guard(stream)

@@ -26,7 +26,7 @@ class ProcessTrace:
     def write(self, file: Path | None) -> None:
         """Stop recording and write the trace, a ``.json.gz``; None: discard it.
 
-        A trace that cannot be written is a warning.
+        If the trace cannot be written, a warning is logged.
         """
         assert self._profile
         ended, self._profile = self._profile, None

@@ -1,4 +1,4 @@
-"""Running another program under a guard: it and its descendants end with their owner, even by kill -9."""
+"""Runs another program under a guard: it and its descendants end when their owner ends, even by kill -9."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tether.runtime.supervised import SupervisedProcess
 def start_program(
     command: Sequence[str], log: Path, environment: Mapping[str, str], folder_variable: str | None = None
 ) -> SupervisedProcess:
-    """Run a program without the Python settings of this process's environment.
+    """Start a program without the Python settings of this process's environment.
 
     Args:
         command: the program and its arguments.
         log: file to which its output is appended.
         environment: variables to add to those of this process.
-        folder_variable: a variable that names a temporary folder, which is removed with the program.
+        folder_variable: a variable to set to a temporary folder, which is removed when the program ends.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     folder = mkdtemp(prefix="tether-") if folder_variable else ""
@@ -33,7 +33,7 @@ def start_program(
 
 
 def become(channel: Channel) -> None:
-    """Become the program that the first message names; runs in the worker of `start_program`."""
+    """Replace this process by the program in the first message; runs in the worker of `start_program`."""
     message = channel.receive()
     if message is None:
         return
@@ -46,7 +46,7 @@ def become(channel: Channel) -> None:
 
 
 def environment_of(name: str, variable: str) -> Path:
-    """Return the Python of a separate environment: the folder in an environment variable, or ``.venv-NAME``.
+    """Return the Python of a separate environment, in the folder of an environment variable or in ``.venv-NAME``.
 
     Raises:
         ValueError: there is no such environment.

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 STATUS = "ranks/status.json"
-"""File in the folder of a run with the activity of each rank."""
+"""File in the folder of a run that records the activity of each rank."""
 SERVERS_STATUS = "servers.json"
-"""File in the folder of a run with the activity of each server that samples."""
+"""File in the folder of a run that records the activity of each sampling server."""
 
 
 @dataclass(frozen=True)
@@ -13,16 +13,16 @@ class Deadlines:
     """Timeouts for the processes of a run, in seconds."""
 
     start: float = 600.0
-    """Timeout for free devices and for processes to start."""
+    """Timeout for devices to become free and for processes to start."""
     silence: float = 180.0
-    """Maximum time without a sign of life."""
+    """Maximum time without a heartbeat."""
     collective: float = 600.0
-    """Timeout of a rank that waits for the other ranks."""
+    """Timeout of a rank that waits for other ranks in a collective operation."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """The devices of a run: the same number on each machine."""
+    """A pool of devices of a run: the same number on each machine."""
 
     nodes: int
     per_node: int
@@ -40,10 +40,10 @@ class RankFailed(ValueError):
 
 
 class RankLost(RankFailed):
-    """A rank died, did not answer, or lost the other ranks. The message has its last output.
+    """A rank died, did not answer, or lost contact with other ranks. The message has its last output.
 
     `tether.commands.train` then restarts the run from its last checkpoint, at most ``trainer.max_restarts`` times.
     """
 
     instead: tuple[str, int] | None = None
-    """Key and value for a restart, if a rank ran out of memory for its micro-batch."""
+    """Key and value to set at the restart, if a rank ran out of memory for its micro-batch."""

@@ -1,4 +1,4 @@
-"""The rendezvous of a run's processes: a torch store on this machine, which has no authentication of its own."""
+"""The rendezvous of a run's processes: a torch store on this machine. The store itself has no authentication."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 
 TIMEOUT = timedelta(minutes=5)
-"""torch's default."""
+"""torch's default timeout."""
 _SIGNATURE_BYTES = 32
 
 
 def serve_store(address: str, timeout: timedelta = TIMEOUT) -> TCPStore:
-    """Serve a store at a single address of this machine, on a free port; torch's default is all addresses.
+    """Serve a store at one address of this machine, on a free port; by default torch serves all addresses.
 
     Raises:
         OSError: this machine does not have the address.
@@ -42,7 +42,7 @@ class StoreAddress:
         return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False)
 
     def signed(self, key: str, value: bytes) -> bytes:
-        """Return a value with a signature that is valid only for this key."""
+        """Return a value with a signature that is only valid for this key."""
         return self._signature(key, value) + value
 
     def verified(self, key: str, signed: bytes) -> bytes | None:

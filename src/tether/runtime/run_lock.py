@@ -1,9 +1,9 @@
 """A lock that allows one run at a time in a folder.
 
-The lock is the kernel's (`flock`), so it is released when its process ends in any way; a file with the name of the last
-owner remains. This file covers file systems without locks and network file systems whose locks do not reach other
-machines: its owner touches it every few seconds, and another run takes the folder over if it has not been touched for
-long enough.
+The lock is the kernel's (`flock`), so it is released when its process ends in any way; the lock file, with the name of
+the last owner, remains. The file also covers file systems without locks, and network file systems whose locks do not
+reach other machines: its owner touches it every few seconds, and another run takes over the folder if it has not been
+touched for long enough.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tether.runtime.disk import read_json
 LOCK = "run.lock"
 TOUCH_SECONDS = 5.0
 WATCH_SECONDS = 20.0
-"""Time without a touch after which an owner on another machine counts as dead."""
+"""Seconds without a touch after which an owner on another machine counts as dead."""
 UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
@@ -37,7 +37,7 @@ class RunFolderBusy(ValueError):
 
 
 class RunLock:
-    """Creates the folder of a run, and locks other runs out until `close` or the end of the process.
+    """Creates the folder of a run, and keeps other runs out until `close` or the end of the process.
 
     Raises:
         RunFolderBusy: another run uses the folder.
@@ -54,7 +54,8 @@ class RunLock:
             raise self._unusable(error) from error
         try:
             self._refuse_another()
-            if not self._is_in_place():  # its owner has just deleted the file, and a third run may have made a new one
+            # Its owner has just deleted the file, and another run may have created a new one.
+            if not self._is_in_place():
                 raise self._busy(None)
             record = json.dumps(_this_process() | {"since": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")})
             os.ftruncate(self._file, 0)
@@ -86,9 +87,7 @@ class RunLock:
         self._let_go()
 
     def remove_folder(self) -> None:
-        """Delete the folder of the run and release the lock. The lock file is deleted last, so that no other run can
-        enter.
-        """
+        """Delete the run's folder, the lock file last, so that no other run can start there; release the lock."""
         self._closed.set()
         self._touching.join()
         folder = self._path.parent
@@ -119,7 +118,7 @@ class RunLock:
             locked = False
         owner = self._owner()
         if owner is None or (locked and owner["machine"] == _machine()):
-            return  # no owner, or a process of this machine that ended, because it does not hold the kernel's lock
+            return  # no owner, or a process of this machine that has ended, since it does not hold the kernel's lock
         if owner["machine"] == _machine():
             if owner["started"] is not None and _started(owner["process"]) == owner["started"]:
                 raise self._busy(owner)
@@ -129,7 +128,7 @@ class RunLock:
             raise self._busy(owner)
 
     def _is_touched(self) -> bool:
-        """Whether the owner touches its file within the maximum interval; does not use another machine's clock."""
+        """Whether the owner touches its file within the maximum interval; does not rely on another machine's clock."""
         before, end = self._touched_at(), time.monotonic() + WATCH_SECONDS
         while time.monotonic() < end:
             time.sleep(min(1.0, WATCH_SECONDS / 10))
@@ -166,7 +165,7 @@ class RunLock:
                 os.utime(self._file)
 
     def _lock_again(self) -> None:
-        """Lock the file again after the folder was deleted during the run, which keeps writing there."""
+        """Lock the file again if the folder was deleted during the run, which continues to write there."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         again = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -190,7 +189,7 @@ class RunLock:
 
 
 def owner_of(folder: Path) -> str | None:
-    """Return the process that uses a folder; None if there is none, or its file has not been touched for a while."""
+    """Return a description of the process that uses a folder; None without one, or if it stopped touching its file."""
     path = folder / LOCK
     with suppress(OSError, ValueError, KeyError):
         if time.time() - path.stat().st_mtime < WATCH_SECONDS:
@@ -208,7 +207,7 @@ def _this_process() -> dict[str, object]:
 
 
 def _machine() -> str:
-    """Return an id of this machine and its boot; host names may not be unique."""
+    """Return an id of this machine and its boot, because host names may not be unique."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else str(uuid.getnode())
 
@@ -222,11 +221,11 @@ def _started(pid: int) -> str | None:
 
 
 _held: set[RunLock] = set()
-"""The locks that this process holds."""
+"""The locks held by this process."""
 
 
 def _let_go_in_child() -> None:
-    """Close the files in a forked child, which would otherwise hold the locks after its parent has ended."""
+    """Close the lock files in a forked child, which would otherwise hold the locks after its parent has ended."""
     for lock in list(_held):
         lock._let_go()
 

@@ -1,4 +1,4 @@
-"""The standard streams of a command: that one is closed, full or gone ends nothing that does not need it."""
+"""The standard streams of a command: a closed, full or disconnected stream only ends commands that need it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import TextIO
 logger = logging.getLogger(__name__)
 
 _outlives = False
-"""Whether the command goes on where nobody gets its output any more."""
+"""Whether the command continues after its standard output is lost."""
 
 
 class OutputLost(OSError):
-    """What a command was asked to print cannot be written: a full disk, a terminal that is gone."""
+    """Output that the command was asked to print cannot be written, for example because of a full disk."""
 
 
 def prepare_standard_streams() -> None:
-    """Open the standard streams that are closed, and guard the others; characters that they cannot write are replaced.
+    """Open closed standard streams, and guard the others; characters that cannot be encoded are replaced.
 
-    Whoever writes to standard output meets BrokenPipeError or `OutputLost` once, unless the command outlives that
-    (`outlive_lost_output`); on standard error nobody ever does. What comes later goes nowhere.
+    If standard output fails, the writer gets BrokenPipeError or `OutputLost` once, unless `outlive_lost_output` was
+    called. Standard error never raises. Later output is discarded.
     """
     _open_what_is_closed()
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
@@ -31,36 +31,37 @@ def prepare_standard_streams() -> None:
         if stream is None or (stream is getattr(sys, f"__{name}__") and type(stream) is io.TextIOWrapper):
             setattr(sys, name, _guarded(stream, descriptor))
         elif isinstance(stream, io.TextIOWrapper):
-            with suppress(ValueError):  # a stream that was closed
+            with suppress(ValueError):  # the stream was closed
                 stream.reconfigure(errors="replace")
 
 
 def outlive_lost_output() -> None:
-    """Let the command go on to its end, and exit as usual, where its standard output is lost; a warning says so."""
+    """Let the command run to its normal end if its standard output is lost; a warning reports the loss."""
     global _outlives
     _outlives = True
 
 
 def say_that_output_is_lost(error: OSError) -> None:
-    """Warn, once, that nothing is shown any more."""
+    """Warn once that output is no longer shown."""
     why = "nobody reads it any more" if isinstance(error, BrokenPipeError) else error.strerror
     logger.warning("console output is switched off (%s); the run continues", why)
 
 
 def discard(descriptor: int) -> None:
-    """Let what is written to a descriptor go nowhere."""
+    """Redirect a file descriptor to the null device."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
 
 
 def _open_what_is_closed() -> None:
-    """Else the next file would be opened in their place, and get what processes print and say."""
+    """Open closed standard descriptors on the null device. Otherwise the next opened file would get their numbers, and
+    with them everything that processes print."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest one that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free descriptor
 
 
 def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:
@@ -78,7 +79,7 @@ def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:
 
 
 class _Guarded(io.FileIO):
-    """Writes to a descriptor until that fails."""
+    """Writes to a file descriptor until a write fails, and discards later output."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)

@@ -1,6 +1,6 @@
-"""A process that answers requests, with a timeout for each, and that never outlives its owner.
+"""A process that answers requests, each with a timeout, and never outlives its owner.
 
-Rewards and environments run in such processes, as does other user code.
+Rewards, environments and other user code run in such processes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tether.runtime.package_warnings import hide_warnings_of_packages, quiet_for
 Serve = Callable[[Channel], None]
 """The work of a process: it answers the messages of the channel until it receives None."""
 
-# The process has this one's import path, whatever the working directory is, and does not run __main__.
+# The process has the import path of this one, independent of the working directory, and does not run __main__.
 _BOOT = "import sys; sys.path[:] = sys.argv[6:]; from tether.runtime.supervised import main; main()"
-_SLICE = 1.0  # seconds between checks of what may end a wait
-_GRACE = 5.0  # timeout for a guard to kill everything, which takes it milliseconds
+_SLICE = 1.0  # seconds between checks for conditions that end a wait
+_GRACE = 5.0  # timeout for a guard to kill all processes, which usually takes milliseconds
 
 
 class ProcessEnded(Exception):
@@ -37,7 +37,7 @@ class ProcessEnded(Exception):
 
     Args:
         reason: the reason, as the end of a sentence about the process.
-        seconds: time since the request, or since the last answer to it.
+        seconds: seconds since the request, or since the last answer to it.
         begun: whether the process had begun the request.
     """
 
@@ -49,10 +49,10 @@ class ProcessEnded(Exception):
 class SupervisedProcess:
     """A worker process with its guard; `fork` and `spawn` make one.
 
-    Each request has a deadline for its first answer; answers and beats (`Channel.beat`) extend it. When it passes, or
-    the process sends invalid data, the process and all its descendants are killed, even if it is stopped, holds its
-    interpreter lock, or never stops sending. `stop` may be called from any thread; everything else from one thread at a
-    time.
+    Each request has a deadline for its first answer, which answers and heartbeats (`Channel.beat`) extend. When it
+    passes, or if the process sends invalid data, the process and all its descendants are killed, even if it is stopped,
+    holds its interpreter lock, or sends without end. `stop` may be called from any thread; everything else from one
+    thread at a time.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class SupervisedProcess:
 
     @classmethod
     def fork(cls, serve: Serve, *, limit: int = 2**32 - 1) -> SupervisedProcess:
-        """Fork this process and run `serve` in the copy."""
+        """Fork this process and run `serve` in the child."""
         channel, its_channel = socket.socketpair()
         control, its_control = socket.socketpair()
         tag, owner = secrets.token_bytes(TAG_BYTES), os.getpid()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # it may be a user's object, or None
-                stream.flush()  # otherwise the copy would write buffered text again
+                stream.flush()  # otherwise the child would write the buffered text again
         guard = _fork()
         if not guard:
             channel.close()
@@ -108,9 +108,9 @@ class SupervisedProcess:
         Args:
             serve: name of a `Serve` function.
             limit: maximum bytes of an answer.
-            longest_beat: maximum seconds of a beat. User code could otherwise send a beat of a day and then hang.
+            longest_beat: maximum seconds of a heartbeat; without it, user code could announce a day and then hang.
             environment: environment variables to change.
-            folder: a folder that is removed with the process, whatever ends it.
+            folder: a folder that is removed when the process ends in any way.
         """
         channel, its_channel = socket.socketpair()
         control, its_control = socket.socketpair()
@@ -125,7 +125,7 @@ class SupervisedProcess:
             start_new_session=True,
             env={**os.environ, **(environment or {})},
         )
-        guard.returncode = 0  # it is reaped by this class, not by subprocess
+        guard.returncode = 0  # this class reaps it, not subprocess
         its_channel.close()
         its_control.close()
         return cls(guard.pid, channel, control, tag, limit, longest_beat)
@@ -135,7 +135,7 @@ class SupervisedProcess:
 
         Args:
             request: the message for `Channel.receive`.
-            timeout: maximum seconds until the first answer or beat, and between answers.
+            timeout: maximum seconds until the first answer or heartbeat, and between answers.
 
         Raises:
             ProcessEnded: the process ended before it received the request.
@@ -159,7 +159,7 @@ class SupervisedProcess:
 
         Raises:
             ProcessEnded: the process ended, or the deadline passed.
-            Interrupted: a signal asks the run to stop, and there was no answer for a while.
+            Interrupted: a signal asked the run to stop, and there was no answer for a while.
         """
         while not self._is_closed:
             try:
@@ -178,26 +178,25 @@ class SupervisedProcess:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The file descriptors of which one becomes readable when `receive` has something to return or to raise."""
+        """Return the file descriptors of which one becomes readable when `receive` can return or raise."""
         return () if self._is_closed else (self._channel.connection.fileno(), self._control.fileno())
 
     def stop(self) -> None:
-        """Kill the process now; a wait for its answer raises `ProcessEnded`."""
+        """Kill the process now; if another thread waits for its answer, it gets `ProcessEnded`."""
         with contextlib.suppress(OSError):  # closed already
             self._control.shutdown(socket.SHUT_WR)
 
     def has_ended(self) -> bool:
-        """Whether the process ended by itself; `close` then returns how."""
+        """Whether the process ended by itself; `close` then returns how it ended."""
         return self._is_closed or bool(select.select([self._control], [], [], 0)[0])
 
     def finish(self) -> None:
-        """Signal the end of requests: `Channel.receive` returns None in the process, which should then end."""
+        """Tell the process that there are no more requests: `Channel.receive` returns None, and it should then end."""
         with contextlib.suppress(OSError):  # closed already
             self._channel.connection.shutdown(socket.SHUT_WR)
 
     def close(self, timeout: float = 0.0) -> str:
-        """Kill the process and its descendants, wait for their end, and return how the process ended. It may be called
-        twice.
+        """Kill the process and its descendants, wait, and return how the process ended. It can be called twice.
 
         Args:
             timeout: seconds to wait first for the process to end by itself.
@@ -223,7 +222,7 @@ class SupervisedProcess:
         return verdict.decode() or "and its guard were killed or could not start"
 
     def _fill(self) -> None:
-        """Read available data from the channel, or wait until there are some.
+        """Read available data from the channel, waiting if there are none.
 
         Raises:
             ProcessEnded: the channel was closed, or the deadline passed.
@@ -255,7 +254,7 @@ class SupervisedProcess:
             give_up_if_interrupted(self._asked)
             passed = time.monotonic() - begun
             if passed > share + _SLICE:
-                self._due += passed  # this process was stopped, and others may have been, too
+                self._due += passed  # this process was stopped, and maybe the other one too
             elif begun + share >= self._due:
                 raise self._end(f"gave no answer within the deadline of {self._timeout:g} s, so it was killed")
 
@@ -270,9 +269,9 @@ class SupervisedProcess:
 
 
 def _fork() -> int:
-    """Fork without garbage collection in the copy: freeing a simulator's objects there can crash it."""
+    """Fork without garbage collection in the child, where freeing a simulator's objects can crash."""
     collects = gc.isenabled()
-    gc.disable()  # before the fork, because hooks run in the copy before `os.fork` returns
+    gc.disable()  # before the fork, because hooks run in the child before `os.fork` returns
     try:
         with quiet_fork():
             process = os.fork()

@@ -1,4 +1,4 @@
-"""Terminal output: text of models, data and rewards is shown, but its control sequences are not executed."""
+"""Terminal output that shows the text of models, data and rewards without executing its control sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tether.runtime.standard_streams import discard, say_that_output_is_lost
 logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 _MAX_WIDTH = 1000
-"""Columns of what is printed to a file or a pipe."""
+"""Maximum columns of output to a file or a pipe."""
 
 
 def one_line(text: str) -> str:
@@ -29,7 +29,7 @@ def one_line(text: str) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """Shorten text to `width` characters: the start and, twice as long, the end, which usually has the answer."""
+    """Shorten text to `width` characters: its start and, twice as long, its end, which usually contains the answer."""
     if len(text) <= width:
         return text
     head = (width - 3) // 3
@@ -37,21 +37,21 @@ def shortened(text: str, width: int) -> str:
 
 
 class Screen(Console):
-    """A rich console for text from any source: without markup, and with printable characters only.
+    """A rich console for text from any source; it disables markup and removes non-printable characters.
 
-    It stops writing after a broken pipe, where rich itself would end the process.
+    It stops writing after a broken pipe, for which rich itself would end the process.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"highlight": False, "markup": False, "emoji": False} | options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        # All text passes here, so this is where it is made printable.
+        # All output passes through here, so this is where it is made printable.
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print; lines and tables are fitted to the width of a terminal only, as a file or a pipe has none."""
+        """Print; lines and tables are only fitted to a terminal's width, not in a file or a pipe."""
         if self.is_terminal or not all(
             isinstance(item, str) or (isinstance(item, Table) and not item.expand) for item in objects
         ):
@@ -72,7 +72,7 @@ class Screen(Console):
             self._fall_silent(error)
 
     def _fall_silent(self, error: OSError) -> None:
-        """Stop writing, and report it once; later output is dropped without an error."""
+        """Stop writing, and report that once; later output is dropped without an error."""
         self.quiet = True
         del self._buffer[:]
         with suppress(OSError, ValueError):  # not a real file
@@ -81,10 +81,10 @@ class Screen(Console):
 
 
 class Heartbeat:
-    """Calls a function from a separate thread whenever nothing was shown for `EVERY` seconds."""
+    """Calls a function from a separate thread whenever no output was shown for `EVERY` seconds."""
 
     EVERY = 8.0
-    """Seconds; with delays on a busy machine, the screen changes at least every ten seconds."""
+    """Interval in seconds, chosen so that even on a busy machine the screen changes at least every ten seconds."""
 
     def __init__(self, show: Callable[[], None]) -> None:
         self._show, self._shown, self._closed = show, monotonic(), threading.Event()
@@ -92,7 +92,7 @@ class Heartbeat:
         self._thread.start()
 
     def reset(self) -> None:
-        """Restart the interval, because something was shown."""
+        """Restart the interval, because output was shown."""
         self._shown = monotonic()
 
     def close(self) -> None:
@@ -103,12 +103,12 @@ class Heartbeat:
         while not self._closed.wait(max(0.0, self._shown + self.EVERY - monotonic())):
             if monotonic() - self._shown >= self.EVERY:
                 self.reset()
-                with suppress(OSError, ValueError):  # a closed stream, which the next output will report
+                with suppress(OSError, ValueError):  # the stream was closed, which the next output will report
                     self._show()
 
 
 class Activity:
-    """Reports what a command is doing until it has other output, repeatedly if it takes long."""
+    """Reports what a command is doing until it prints other output, and repeats that if it takes long."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
@@ -169,13 +169,13 @@ class Waiting:
             self._bar.stop()
 
     def each(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield items, and show how many there were."""
+        """Yield items, and show how many have been yielded."""
         for number, item in enumerate(items, start=1):
             self.show(number)
             yield item
 
     def show(self, done: int, note: str = "", total: int | None = None) -> None:
-        """Show the number of completed items and a note; `total` if it was unknown before."""
+        """Show the number of completed items and a note; `total` sets a total that was unknown before."""
         self._total = self._total if total is None else total
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=done, total=self._total, description=note or None)

@@ -1,4 +1,4 @@
-"""Number and waiting policy of CPU threads. Does not import torch, which must be loaded afterwards."""
+"""Number and waiting policy of CPU threads. This module does not import torch, which must be imported afterwards."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
 OMP_WAIT_POLICY, GOMP_SPINCOUNT = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
 SPINS = 1_500
-"""Number of times that a waiting thread checks before it sleeps: 20 to 80 microseconds."""
+"""Number of checks by a waiting thread before it sleeps: 20 to 80 microseconds."""
 MAX_THREADS = 4096
-"""Above this, more than any machine has cores, starting the threads may end the process."""
+"""Maximum number of threads, more than any machine has cores; starting more could crash the process."""
 CPU_QUOTAS = (
     ("/sys/fs/cgroup/cpu.max",),
     ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
@@ -30,7 +30,7 @@ def _cpu_quota(files: tuple[str, ...]) -> float | None:
     try:
         quota, period = " ".join(Path(file).read_text() for file in files).split()
         return int(quota) / int(period) if int(quota) > 0 else None
-    except (OSError, ValueError):  # no such files, or no limit ("max")
+    except (OSError, ValueError):  # the files do not exist, or there is no limit ("max")
         return None
 
 
@@ -39,7 +39,7 @@ def limit_spinning() -> None:
 
     GNU OpenMP's threads, which PyTorch uses on Linux, spin for several milliseconds. That is longer than the time slice
     of another process, so on shared cores a waiting thread can prevent the thread that it waits for from running.
-    OpenMP reads the variable when torch is loaded.
+    OpenMP reads the variable when torch is imported.
     """
     if not {OMP_WAIT_POLICY, GOMP_SPINCOUNT} & os.environ.keys():
         os.environ[GOMP_SPINCOUNT] = str(SPINS)
@@ -48,11 +48,11 @@ def limit_spinning() -> None:
 def num_threads(configured: int | None = None) -> int:
     """Return the number of threads: the configured one, or that of ``OMP_NUM_THREADS``, or one per usable core.
 
-    All computations of tether use this number. Concurrent processes on one machine, such as ranks and reward workers,
-    divide it.
+    All of tether's computations use this number of threads; concurrent processes on one machine, such as ranks and
+    reward workers, divide it.
 
     Raises:
-        ValueError: ``OMP_NUM_THREADS`` is not a number, or there are too many threads.
+        ValueError: ``OMP_NUM_THREADS`` is not a number, or the number is above `MAX_THREADS`.
     """
     if configured is not None:
         if configured > MAX_THREADS:
@@ -61,7 +61,7 @@ def num_threads(configured: int | None = None) -> int:
     variable = os.environ.get(OMP_NUM_THREADS, "").strip()
     if not variable:
         return usable_cores()
-    outermost = variable.split(",")[0].strip()  # "4,2" has a number for each level of nested parallelism
+    outermost = variable.split(",")[0].strip()  # "4,2" has one number per level of nested parallelism
     if not (outermost.isascii() and outermost.isdecimal() and 0 < int(outermost) <= MAX_THREADS):
         raise ValueError(
             f"{OMP_NUM_THREADS}={variable}: not a number of threads. Set it from 1 to {MAX_THREADS}, or unset it"

@@ -1,4 +1,4 @@
-"""Files named in the configuration: messages for missing ones, and importing of Python files."""
+"""Files named in the configuration: error messages for missing ones, and the import of Python files."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _LIBRARIES = tuple(Path(sysconfig.get_path(kind)) for kind in ("stdlib", "pureli
 
 
 def raised_by_tether(error: BaseException) -> bool:
-    """Whether tether's own code raised an error, not a library or user code: its message is then meant for users."""
+    """Whether tether's own code raised an error, not a library or user code; its message is then meant for users."""
     return Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(_TETHER)
 
 
 def words_of(error: BaseException) -> str:
-    """Return the type and text of an error, or of the first one in a group, even if `str(error)` fails."""
+    """Return the type and text of an error, or of the first one in a group, even if `str(error)` raises."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     summary = traceback.TracebackException(type(error), error, None)
-    summary.__notes__ = None  # a note would be the last line
+    summary.__notes__ = None  # otherwise a note would be the last line
     return [*summary.format_exception_only()][-1].strip()
 
 
 def place_of(error: BaseException) -> str:
     """Return the location in user code that raised an error, as " (FILE line N)"; empty if tether raised it.
 
-    For a group it is the location of its first error, if that was raised.
+    For a group, return the location of its first error, if that one was raised.
     """
     while isinstance(error, BaseExceptionGroup) and error.exceptions[0].__traceback__:
         error = error.exceptions[0]
@@ -56,16 +56,16 @@ def missing_file(path: Path) -> str:
     alike = closest(wanted, [entry.name for entry in folder.iterdir()])
     near = [
         name for name in alike if closest(Path(wanted).stem, [Path(name).stem])
-    ]  # the same suffix alone is no similarity
+    ]  # having the same suffix is not enough
     hint = ask(str(folder / name) for name in near) or f" The nearest folder that exists is {folder}."
     return f"{path}: no such file.{hint}"
 
 
 def definition(name: str, key: str) -> object:
-    """Return the object ``FILE.py:NAME`` of a user's file, configured by `key`.
+    """Return the object NAME of a user's file, from the value ``FILE.py:NAME`` of the configuration's `key`.
 
     Raises:
-        ValueError: as in `import_python_file`, or the file does not define the name.
+        ValueError: the file cannot be imported (`import_python_file`), or does not define the name.
     """
     path, _, attribute = name.rpartition(":")
     names = vars(import_python_file(path, key))
@@ -75,13 +75,13 @@ def definition(name: str, key: str) -> object:
 
 
 def search_also(folder: Path) -> None:
-    """Append a folder to the import path of this process and of those that it starts."""
+    """Append a folder to the import path of this process and of processes that it starts."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
 _imported: dict[Path, tuple[bytes, ModuleType]] = {}
-"""File -> its text when it was imported, and the module."""
+"""For each file: its text when it was imported, and the module."""
 
 
 def forget_imports() -> None:
@@ -123,7 +123,7 @@ def import_python_file(path: str | Path, key: str) -> ModuleType:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise ValueError(f"{key}={path}: {error.filename}, line {error.lineno}: {error.msg}") from error
-    except (Exception, SystemExit) as error:  # user modules may raise anything
+    except (Exception, SystemExit) as error:  # a user's module can raise anything
         tail = traceback.format_exc(limit=-1).strip()
         raise ValueError(f"{key}={path}: importing the file failed:\n{tail}") from error
     _imported[resolved] = text, module
@@ -131,9 +131,8 @@ def import_python_file(path: str | Path, key: str) -> ModuleType:
 
 
 class _Source(SourceFileLoader):
-    """Loads the source, ignoring bytecode, which Python considers current if a file changes within a second at the same
-    size.
-    """
+    """Loads from source and ignores bytecode, because Python treats bytecode as current if the file changed within the
+    same second without changing its size."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)

@@ -1,7 +1,7 @@
 """A pool of worker processes that answer requests while the caller does other things.
 
-One thread per worker takes requests from a queue, sends them to its process and waits; it replaces a process that
-ended. A request that hangs, exits or forks loses only its own answer.
+One thread per worker takes requests from a queue, sends them to the process, waits, and replaces the process if it
+ends. A request that hangs, exits or forks only loses its own answer.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tether.runtime.interrupt import Interrupted
 from tether.runtime.supervised import ProcessEnded, SupervisedProcess
 from tether.runtime.threads import OMP_NUM_THREADS, num_threads
 
-_MAX_STARTS = 3  # failed starts of a request after which its answer is an error
+_MAX_STARTS = 3  # after this many failed starts, the answer of a request is an error
 _MAX_BATCH = 64
 _BATCHES_LEFT = (
-    4  # batches left per worker: they shrink towards the end of the queue, so that all workers finish together
+    4  # batches per worker that remain queued: batches shrink towards the end, so that all workers finish together
 )
 
 Answer = TypeVar("Answer")
@@ -34,24 +34,25 @@ class WorkersFailed(Exception):
 
 @dataclass(frozen=True)
 class Work(Generic[Answer]):
-    """The work of a pool."""
+    """What the processes of a pool do, and how their messages are decoded."""
 
     serve: str
-    """``module:function`` for `SupervisedProcess.spawn`. It first receives the result of `begin` and answers in JSON:
-    any number of lists [next activity], for messages, then a string with an error, or an object, which becomes
-    `WorkerPool.about`. Each later request is a pickled list of payloads, with one answer each."""
+    """``module:function`` for `SupervisedProcess.spawn`. Its first message is the result of `begin`, to which it
+    replies in JSON with any number of lists [next activity], used in messages, then with a string (an error) or an
+    object, which becomes `WorkerPool.about`. Each later request is a pickled list of payloads, each of which has one
+    answer."""
     begin: Callable[[Any], object]
-    """Returns the first message, pickled, given `WorkerPool.about` (None for the first workers)."""
+    """Returns the first message, pickled, from `WorkerPool.about` (None for the first workers)."""
     name: str
-    """Name for messages: "the process of the ..."."""
+    """Name of a worker for messages: "the process of the ..."."""
     load: Callable[[bytes], Answer]
     """Decodes an answer; raises a ValueError if it is invalid."""
     failed: Callable[[str, float], Answer]
-    """Makes the answer of a request whose process ended, given the reason and the seconds."""
+    """Returns the answer of a request whose process ended, from the reason and the seconds."""
     limit: int
     """Maximum bytes of an answer."""
     longest_beat: float
-    """Maximum seconds by which a worker may extend its deadline with a beat."""
+    """Maximum seconds by which a heartbeat can extend a worker's deadline."""
 
 
 class WorkerPool(Generic[Answer]):
@@ -77,11 +78,12 @@ class WorkerPool(Generic[Answer]):
         self._submitted: set[int] = set()
         self._last_index = 0
         self._done: dict[int, Answer] = {}
-        self._returned: Counter[int] = Counter()  # how often a request's process ended before it began the request
+        # How often the process of a request ended before it started the request.
+        self._returned: Counter[int] = Counter()
         self._failure: BaseException | None = None
         self._closed = False
         self.about: Any = None
-        """The first message of a worker."""
+        """The object with which a worker replied to its first message."""
         self._workers = [self._start() for _ in range(num_workers)]
         try:
             for worker in self._workers:
@@ -98,7 +100,7 @@ class WorkerPool(Generic[Answer]):
             thread.start()
 
     def put(self, index: int, payload: bytes, worker: int | None = None) -> None:
-        """Submit a request, for a specific worker (modulo their number) or for any."""
+        """Submit a request, for any worker or for a specific one (modulo the number of workers)."""
         with self._changed:
             assert not self._closed, "the pool was closed"
             assert index not in self._submitted, f"request {index} was submitted twice"
@@ -108,7 +110,7 @@ class WorkerPool(Generic[Answer]):
             self._changed.notify_all()
 
     def enqueue(self, payload: bytes, worker: int | None = None) -> int:
-        """Submit a request as `put` does, and return the index that it gets."""
+        """Submit a request like `put`, and return its index."""
         self._last_index += 1
         self.put(self._last_index, payload, worker)
         return self._last_index
@@ -118,7 +120,7 @@ class WorkerPool(Generic[Answer]):
 
         Raises:
             WorkersFailed: a worker could not be restarted.
-            Interrupted: a signal came, and a request takes long.
+            Interrupted: a signal was received, and a request takes too long.
         """
         with self._changed:
             self._wait_for(lambda: True)
@@ -129,7 +131,7 @@ class WorkerPool(Generic[Answer]):
 
         Raises:
             WorkersFailed: a worker could not be restarted.
-            Interrupted: a signal came, and a request takes long.
+            Interrupted: a signal was received, and a request takes too long.
         """
         with self._changed:
             self._wait_for(lambda: index in self._done)
@@ -142,7 +144,7 @@ class WorkerPool(Generic[Answer]):
 
         Raises:
             WorkersFailed: a worker could not be restarted.
-            Interrupted: a signal came, and a request takes long.
+            Interrupted: a signal was received, and a request takes too long.
         """
         with self._changed:
             self._wait_for(lambda: len(self._done) == len(self._submitted))
@@ -200,7 +202,7 @@ class WorkerPool(Generic[Answer]):
             return [self._queue.popleft() for _ in range(min(max(share, 1), _MAX_BATCH))]
 
     def _run(self, slot: int, batch: list[tuple[int, bytes]]) -> None:
-        """Let one worker answer `batch`. If it ends, its current request fails and the other ones are queued again."""
+        """Let one worker answer `batch`. If it ends, its current request fails and the remaining ones are requeued."""
         worker, unanswered = self._workers[slot], deque(batch)
         try:
             worker.send(pickle.dumps([payload for _, payload in batch]), self._timeout)
@@ -235,7 +237,8 @@ class WorkerPool(Generic[Answer]):
 
     def _start(self) -> SupervisedProcess:
         threads = max(1, num_threads() // len(self._own))
-        environment = {"PYTHONHASHSEED": "0", OMP_NUM_THREADS: str(threads)}  # 0: the same order of sets in all workers
+        # 0: sets have the same order in all workers
+        environment = {"PYTHONHASHSEED": "0", OMP_NUM_THREADS: str(threads)}
         worker = SupervisedProcess.spawn(
             self._work.serve, limit=self._work.limit, longest_beat=self._work.longest_beat, environment=environment
         )

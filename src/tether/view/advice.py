@@ -1,4 +1,4 @@
-"""What a run itself gives evidence for: each rule reads its metrics and samples, and names the steps that prove it."""
+"""Findings derived from a run's own records: each rule reads metrics and samples, and names the steps that show it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tether.view.queries import ACCURACIES, groups, parts, prompts
 from tether.view.run import RunFolder
 
 WINDOW = 10
-"""Steps whose mean stands for the state of a run."""
+"""Number of steps whose mean represents the state of a run."""
 NEAR_MAXIMUM = 0.8
-"""Share of the range of rewards above which little is left to learn."""
+"""Share of the range of rewards above which little remains to be learned."""
 MIN_ROWS = 20
-"""Samples below which means of two kinds of them are not compared."""
+"""Minimum number of samples for comparing the means of two kinds of samples."""
 MIN_EVALUATIONS = 6
-"""Evaluations below which a fall is not told from noise."""
+"""Minimum number of evaluations for telling a drop from noise."""
 Series = dict[int, float]
 
 
@@ -34,15 +34,15 @@ class Advice:
 
     rule: str
     text: str
-    """The evidence."""
+    """The finding, with its evidence."""
     step: int
-    """The step to look at."""
+    """The step to inspect."""
     why_step: str
-    """Why this step and no other."""
+    """Why this step was selected."""
     remedy: str
-    """The setting to check or to change."""
+    """The setting to check or change."""
     guide: str
-    """Page of the documentation about it, and its section: ``page#section``."""
+    """Documentation about the finding, as page and section: ``page#section``."""
     keys: tuple[str, ...] = ()
     """Metrics that show it."""
     rows: list[JsonObject] = field(default_factory=list)
@@ -76,7 +76,7 @@ def _score(run: RunFolder) -> tuple[str, Series]:
 
 
 def _does_well(run: RunFolder) -> bool:
-    """Whether the score rises, or is near the highest reward of the run."""
+    """Whether the score rises, or is close to the highest reward of the run."""
     return _rises(run) or _is_near_maximum(run)
 
 
@@ -91,7 +91,7 @@ def _rises(run: RunFolder) -> bool:
 
 
 def _is_near_maximum(run: RunFolder) -> bool:
-    """Whether little is left to learn; False where the range of rewards is unknown, as in simulators."""
+    """Whether little remains to be learned; False if the range of rewards is unknown, as in simulators."""
     highest, lowest = (list(run.series(f"critic/score/{end}").values()) for end in ("max", "min"))
     series = _score(run)[1]
     if not highest or not lowest or not series:
@@ -105,7 +105,7 @@ def _validation(run: RunFolder) -> tuple[str, Series]:
 
 
 def _rows(run: RunFolder, step: int, column: str, *, largest: bool = True, count: int = 3) -> list[JsonObject]:
-    """Return the rows of the recorded step next to `step` with the largest or smallest values of a column."""
+    """Return the rows with the largest or smallest values of a column in the recorded step nearest to `step`."""
     if not run.steps:
         return []
     near = min(run.steps, key=lambda other: abs(other - step))
@@ -133,7 +133,7 @@ def _score_fell(run: RunFolder) -> Iterator[Advice]:
     has_recovered = _last(series, width) > before[at] - 0.5 * drops[at]
     if not spread or drops[at] < 0.4 * spread or drops[at] < 3 * noise or has_recovered:
         return
-    # Of the steps next to the widest gap, the first whose score is nearer to what follows.
+    # Among the steps next to the widest gap, select the first whose score is closer to the level after the drop.
     middle = (before[at] + after[at]) / 2
     step = next((s for s, v in zip(steps[at:], values[at:], strict=True) if v < middle), steps[at + width])
     causes = _changes(run, step, width, key)
@@ -156,7 +156,7 @@ def _score_fell(run: RunFolder) -> Iterator[Advice]:
 
 
 FALLS_OF_POLICY = {"actor/lr", "actor/ppo_kl", "actor/grad_norm", "actor/ratio_max", "actor/pg_clipfrac"}
-"""Changes that too large an update causes, or is."""
+"""Metrics whose change is a cause or a sign of too large an update."""
 
 
 def _remedy_of_fall(causes: Sequence[tuple[str, float, float, int]]) -> str:
@@ -179,7 +179,7 @@ WATCHED = (
 
 
 def _changes(run: RunFolder, step: int, width: int, score: str) -> list[tuple[str, float, float, int]]:
-    """Return the metrics that left the range of the steps before, shortly before or in a step: the first ones first."""
+    """Return the metrics that left their earlier range shortly before a step or at it, ordered by time."""
     changes = []
     for key in WATCHED:
         series = run.series(key)
@@ -227,7 +227,7 @@ def _validation_falls(run: RunFolder) -> Iterator[Advice]:
     trained = [value for step, value in score.items() if steps[best] - 3 <= step <= steps[best + width - 1] + 3]
     lately = _last(score, min(WINDOW, len(score) // 3 or 1))
     falls = top - now > max(4 * noise, 3 * error, 0.1 * (max(values) - min(values)), 0.02)
-    # In a simulator both are returns of the same task: above that of training, none is lost.
+    # In a simulator both scores are returns of the same task, so an evaluation above training is not a loss.
     falls &= run.kind == "text" or now < lately
     if best + width < len(windows) and trained and falls and lately > fmean(trained):
         text = (
@@ -268,7 +268,7 @@ def _parts_disagree(run: RunFolder) -> Iterator[Advice]:
 
 
 def _trend(steps: Sequence[int], means: Sequence[float | None]) -> float:
-    """Return the correlation of means with steps, 0 if they change by less than a twentieth of their size."""
+    """Return the correlation of means with steps; 0 if they change by less than a twentieth of their size."""
     pairs = [(step, mean) for step, mean in zip(steps, means, strict=True) if mean is not None]
     values = [mean for _, mean in pairs]
     third = max(1, len(values) // 3)
@@ -279,7 +279,7 @@ def _trend(steps: Sequence[int], means: Sequence[float | None]) -> float:
 
 
 def _correlation(one: Iterable[float], other: Iterable[float]) -> float | None:
-    """Return the correlation of finite pairs; None if either is constant."""
+    """Return the correlation of finite pairs; None if one side is constant."""
     pairs = np.array([list(one), list(other)], dtype=np.float64)
     pairs = pairs[:, np.isfinite(pairs).all(axis=0)]
     if pairs.shape[1] < 3 or (pairs.max(axis=1) == pairs.min(axis=1)).any():
@@ -297,7 +297,7 @@ def _format_without_accuracy(run: RunFolder) -> Iterator[Advice]:
     first, last = accuracy[:third], accuracy[-third:]
     gained, solved = fmean(layout[-third:]) - fmean(layout[:third]), fmean(last) - fmean(first)
     error = math.sqrt((pstdev(first) ** 2 + pstdev(last) ** 2) / third)
-    is_flat = abs(solved) < 0.05 and abs(solved) <= 2 * error  # from 1 % to 3 % is a beginning, if it is no noise
+    is_flat = abs(solved) < 0.05 and abs(solved) <= 2 * error  # from 1 % to 3 % is a beginning, unless it is noise
     if gained > 0.3 and fmean(layout[-third:]) > 0.8 and is_flat and fmean(last) < 0.5:
         text = (
             f"the format is learned (+{gained:.2f}) while the accuracy stays at {fmean(accuracy[-third:]):.2f}: the "
@@ -326,7 +326,7 @@ def _cut(run: RunFolder) -> Iterator[Advice]:
         if fmean(complete) - fmean(cut) <= max(3 * error, 0.1 * (max(cut + complete) - min(cut + complete))):
             return
         text += f": their mean reward is {fmean(cut):.3g}, that of complete ones {fmean(complete):.3g}."
-    elif len(series) < 2 * WINDOW or _does_well(run):  # such as answers of a fixed length that fill the limit
+    elif len(series) < 2 * WINDOW or _does_well(run):  # for example answers of a fixed length that fill the limit
         return
     else:
         text += ", and the score neither rises nor is near its maximum."
@@ -358,7 +358,8 @@ def _one_group_dominates(run: RunFolder) -> Iterator[Advice]:
         listed = groups(run, step)
         if len(listed) >= 4 and (listed[0].get("gradient_share") or 0.0) > 0.6:
             heavy.append((step, listed[0]))
-    if len(heavy) > WINDOW // 2 and not _is_near_maximum(run):  # at the end a hard prompt may be all that is left
+    # Near the end, few hard prompts may provide all of the gradient.
+    if len(heavy) > WINDOW // 2 and not _is_near_maximum(run):
         step, top = heavy[-1]
         text = (
             f"in {len(heavy)} of the last {WINDOW} recorded steps one prompt took more than 60 % of the gradient "
@@ -391,16 +392,16 @@ class Limit:
     key: str
     is_wrong: Callable[[float], bool]
     text: str
-    """What to say; ``{}`` is the mean."""
+    """Text of the finding; ``{}`` is replaced by the mean."""
     remedy: str
     guide: str
     column: str = ""
-    """The column whose largest values show it."""
+    """The column whose largest values show the problem."""
     unless: str = ""
-    """A switch of the configuration with which the metric means something else."""
+    """A switch of the configuration under which the metric means something else."""
 
     def __call__(self, run: RunFolder) -> Iterator[Advice]:
-        """Yield the finding, if the mean is wrong."""
+        """Yield the finding, if the mean is out of range."""
         series = run.series(self.key) if not self.unless or not run.setting(self.unless) else {}
         if len(series) >= 5 and self.is_wrong(mean := _last(series)):
             step = max(list(series)[-WINDOW:], key=lambda at: abs(series[at]))
@@ -414,7 +415,7 @@ LIMITS = (
         "first ratio is not 1", "actor/first_update/ratio_max", lambda mean: mean > 1.05,
         "at the first optimizer step the policy is still the old one, yet its largest ratio is {:.3f}: old log-probs "
         "and update disagree.", "Check number formats and dropout.", RESPONSES, "ratio",
-        unless="algorithm.rollout_correction.bypass_mode",  # the old log-probs are those of the sampler
+        unless="algorithm.rollout_correction.bypass_mode",  # old log-probs are then the sampler's
     ),
     Limit(
         "few effective samples", "rollout_corr/rollout_is_eff_sample_size", lambda mean: mean < 0.3,
@@ -462,7 +463,7 @@ def _entropy_collapsed(run: RunFolder) -> Iterator[Advice]:
         and len(series) >= 2 * WINDOW
         and _last(series) < 0.05 * _first(series)
         and _last(series) < 0.05
-        and not _is_near_maximum(run)  # where all is right there is nothing to explore
+        and not _is_near_maximum(run)  # nothing remains to be explored once everything is solved
     ):
         step = next(step for step, value in series.items() if value < 0.1 * _first(series))
         text = (
@@ -479,10 +480,11 @@ def _never_solved(run: RunFolder) -> Iterator[Advice]:
     rows = listed["rows"]
     never = [one for one in rows if one["never"]]
     others = [one for one in rows if not one["never"]]
-    if not never or len(never) > len(others):  # most of them: then the policy is what fails, not the prompts
+    # If most prompts are never solved, the policy is the problem rather than the prompts.
+    if not never or len(never) > len(others):
         return
     share = sum(one["solved"] for one in others) / sum(one["attempts"] for one in others)
-    # A prompt as hard as the mean of the others would hardly fail so often.
+    # A prompt of average difficulty would be very unlikely to fail so often.
     evident = [
         one for one in never if one["attempts"] >= MIN_ROWS and len(rows) * (1 - share) ** one["attempts"] < 0.01
     ]
@@ -507,7 +509,7 @@ def _never_solved(run: RunFolder) -> Iterator[Advice]:
 
 
 def _falls(run: RunFolder) -> Iterator[Advice]:
-    """Yield where episodes of a simulator go wrong, if they mostly end early and the critic sees it come."""
+    """Yield the point at which episodes of a simulator fail, if most end early and the critic's values drop before."""
     if run.kind != "control" or _last(run.series("env/success_once") or {0: 0.0}) > 0.5:
         return
     ended, num_terminated, episodes = 0, 0, []
@@ -545,7 +547,7 @@ def _falls(run: RunFolder) -> Iterator[Advice]:
 
 
 def _abrupt_drop(values: Array) -> tuple[int, float, float] | None:
-    """Return the step of the largest drop, with the values around it, if it is abrupt."""
+    """Return the step of the largest drop, with the values before and after it, if the drop is abrupt."""
     values = values.astype(np.float64)
     if len(values) < 10 or not np.isfinite(values).all():
         return None

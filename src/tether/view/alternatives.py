@@ -1,7 +1,7 @@
-"""Which other tokens a checkpoint finds likely at each token of a recorded response.
+"""Other tokens that a checkpoint finds likely at each token of a recorded response.
 
-A run records no alternatives. On request another process (`tether.commands.likely_tokens`) loads the checkpoint that is
-nearest to the weights that sampled the response, and computes them; the viewer itself loads no model.
+A run does not record alternatives. On request another process (`tether.commands.likely_tokens`) loads the checkpoint
+closest to the weights that sampled the response, and computes them; the viewer itself does not load models.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from tether.view.queries import sample
 from tether.view.run import RunFolder
 
 COUNT = 8
-"""Alternatives of a token."""
+"""Number of alternatives per token."""
 
 
 def request_of(run: RunFolder, step: int, row: int) -> JsonObject:
-    """Return what the process that loads the checkpoint needs to know of a response.
+    """Return the request for a response, with all inputs of the process that loads the checkpoint.
 
     Raises:
-        ValueError: the response was not recorded token by token, or the run has no checkpoint.
+        ValueError: the tokens of the response were not recorded, or the run has no checkpoint.
     """
     one = sample(run, step, row)
     if one["tokens"] is None:
@@ -41,16 +41,16 @@ def request_of(run: RunFolder, step: int, row: int) -> JsonObject:
 
 
 def compute_alternatives(request: JsonObject, step: int) -> JsonObject:
-    """Return the likeliest tokens at each token of a response, and how likely the token itself is.
+    """Return the most likely tokens at each position of a response, and the probability of the actual token.
 
-    The reference, which also rates them if it can be loaded, is the model from which the run started.
+    If the reference, the model from which the run started, can be loaded, its probabilities are included.
 
     Args:
-        request: from `request_of`.
+        request: the result of `request_of`.
         step: the step of the response.
 
     Raises:
-        ValueError: the checkpoint cannot be loaded, or not in time.
+        ValueError: the checkpoint cannot be loaded, or loading exceeds the timeout.
     """
     answer = ask_process("tether.commands.likely_tokens", request, request["model"])
     saved = request["checkpoint"]

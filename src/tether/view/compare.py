@@ -1,4 +1,4 @@
-"""Several runs: what differs between them, their curves as means over seeds, and whether seeds can tell them apart."""
+"""Several runs: their differences, curves as means over seeds, and whether seeds distinguish them significantly."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from tether.view.run import RunFolder
 SEED = "trainer.seed"
 IGNORED = (SEED, "trainer.default_local_dir", "trainer.experiment_name", "data.seed", "env.train.seed",
            "env.eval.seed", "trainer.resume_mode", "trainer.resume_from_path")  # fmt: skip
-"""Keys in which repetitions of one experiment may differ."""
+"""Keys that may differ between repetitions of one experiment."""
 LAST_SHARE = 0.1
-"""Share of the steps, the last ones, whose mean is the result of a run without evaluations."""
+"""Share of the last steps whose mean is the result of a run without evaluations."""
 T_99 = (63.66, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169, 3.106, 3.055, 3.012, 2.977, 2.947, 2.921,
         2.898, 2.878, 2.861, 2.845)  # fmt: skip
 """0.995 quantiles of Student's t by degrees of freedom, from 1."""
 POINTS = 200
-"""Points of a curve over seeds."""
+"""Number of points of a curve over seeds."""
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a tree by dotted keys."""
+    """Flatten a tree to values by dotted keys."""
     values: dict[str, Any] = {}
     for key, value in config.items():
         values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
@@ -41,7 +41,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(runs: Sequence[RunFolder]) -> list[JsonObject]:
-    """Return the keys of the configuration, and the versions of the code, that are not the same in all runs."""
+    """Return the configuration keys and code versions that are not the same in all runs."""
     configs = [configured(run) | {"(code)": _code(run)} for run in runs]
     keys = sorted({key for config in configs for key in config})
     rows = [{"key": key, "values": [config.get(key) for config in configs]} for key in keys]
@@ -57,7 +57,7 @@ LEARNING_RATE, ROLLBACK_FACTOR = "actor_rollout_ref.actor.optim.lr", "trainer.ro
 
 
 def configured(run: RunFolder) -> dict[str, Any]:
-    """Return the configuration of the last start, with the learning rate from before the rollbacks that lowered it."""
+    """Return the configuration of the last start, with the original learning rate if rollbacks lowered it."""
     config, first = flat(run.config), flat(run.first_config)
     for count in range(1, run.rollbacks + 1):
         if math.isclose(config[LEARNING_RATE], first[LEARNING_RATE] * first[ROLLBACK_FACTOR] ** count):
@@ -66,7 +66,7 @@ def configured(run: RunFolder) -> dict[str, Any]:
 
 
 def experiments(runs: Sequence[RunFolder]) -> list[list[int]]:
-    """Return the runs of each experiment, by index: those that differ in their seed, folder and name only."""
+    """Return the indices of the runs of each experiment: runs that only differ in their seed, folder and name."""
     by_identity: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
         config = {key: value for key, value in configured(run).items() if key not in IGNORED}
@@ -76,7 +76,7 @@ def experiments(runs: Sequence[RunFolder]) -> list[list[int]]:
 
 
 def score_key(run: RunFolder) -> str | None:
-    """Return the metric that judges a run: validation, else the score of training."""
+    """Return the metric used as a run's score: of validation, or else of training."""
     validation = sorted(validation_means(dict.fromkeys(run.keys, 0.0)))
     keys = [*validation, "eval/return", "critic/score/mean", "env/return"]
     return next((key for key in keys if run.series(key)), None)
@@ -89,9 +89,9 @@ def result(run: RunFolder, key: str) -> float | None:
 
 
 def verdict(one: Sequence[float], other: Sequence[float], names: tuple[str, str], key: str) -> JsonObject:
-    """Return in words whether the results of seeds tell two experiments apart, by Welch's interval of 99 %.
+    """Return in words whether the seeds distinguish two experiments, by Welch's 99 % interval.
 
-    With fewer than two seeds of either nothing is known of their spread.
+    With fewer than two seeds of an experiment its spread is unknown.
     """
     means = fmean(one), fmean(other)
     shown = f"{key}: {names[0]} {means[0]:.4g} (n={len(one)}), {names[1]} {means[1]:.4g} (n={len(other)})"
@@ -115,7 +115,7 @@ def verdict(one: Sequence[float], other: Sequence[float], names: tuple[str, str]
 
 
 def bootstrap_mean(curves: Sequence[Sequence[float]], draws: int = 300) -> tuple[list[float], list[float], list[float]]:
-    """Return the mean of curves [runs][points], and the 95 % bootstrap interval over runs."""
+    """Return the mean of curves [runs][points], and its 95 % bootstrap interval over runs."""
     values = np.array(curves)
     picks = np.random.default_rng(0).integers(0, len(values), (draws, len(values)))
     means = values[picks].mean(axis=1)
@@ -124,11 +124,11 @@ def bootstrap_mean(curves: Sequence[Sequence[float]], draws: int = 300) -> tuple
 
 
 MAX_CHANGES = 3
-"""Keys of the configuration in the name of an experiment."""
+"""Maximum number of configuration keys in the name of an experiment."""
 
 
 def comparison(runs: Sequence[RunFolder]) -> JsonObject:
-    """Return differences, experiments with their members, final table, verdicts and warnings of several runs."""
+    """Return differences, experiments with their members, a table of results, verdicts and warnings of several runs."""
     names = distinct_names([run.folder for run in runs])
     grouped, changed = experiments(runs), differences(runs)
     labels = experiment_labels(runs, names, grouped, changed)
@@ -159,7 +159,7 @@ def comparison(runs: Sequence[RunFolder]) -> JsonObject:
     rows = [row | {"by_experiment": [_shared(row["values"], members) for members in grouped]} for row in changed]
     return {
         "names": names,
-        # What only the runs of an experiment differ in, as their seeds, does not distinguish experiments.
+        # Values that only differ within an experiment, such as seeds, do not distinguish experiments.
         "differences": [row for row in rows if len(grouped) == 1 or len(set(row["by_experiment"])) > 1],
         "experiments": [
             {"label": label, "runs": members, "members": [names[row] for row in members]}
@@ -183,7 +183,7 @@ def _known(values: Sequence[float | None], rows: Sequence[int]) -> list[float]:
 
 
 def _shared(values: Sequence[Any], members: Sequence[int]) -> str:
-    """Return the value of an experiment, or the values of its runs where they differ."""
+    """Return the value shared by an experiment's runs, or their values if they differ."""
     shown = [_shown(values[row]) for row in members]
     return shown[0] if len(set(shown)) == 1 else ", ".join(shown)
 
@@ -193,7 +193,7 @@ def _shown(value: Any) -> str:
 
 
 def seeds(runs: Sequence[RunFolder], members: Sequence[int]) -> dict[Any, list[int]]:
-    """Return the runs of an experiment by their seed; one whose seed is unknown stands for itself."""
+    """Return the runs of an experiment by seed; a run whose seed is unknown has its own entry."""
     by_seed: dict[Any, list[int]] = {}
     for row in members:
         seed = runs[row].setting(SEED)
@@ -204,7 +204,7 @@ def seeds(runs: Sequence[RunFolder], members: Sequence[int]) -> dict[Any, list[i
 def experiment_labels(
     runs: Sequence[RunFolder], names: Sequence[str], grouped: Sequence[list[int]], changed: Sequence[JsonObject]
 ) -> list[str]:
-    """Return a name for each experiment: that of a single run, else what differs from the others and its seeds."""
+    """Return a name for each experiment: that of a single run, or else its distinguishing settings and its seeds."""
     repeated = [members for members in grouped if len(members) > 1]
     compared = repeated if len(repeated) > 1 else grouped
     distinct = {
@@ -227,7 +227,7 @@ def experiment_labels(
         count = len(seeds(runs, members))
         repetitions = f"{count} seeds" if count == len(members) else f"{len(members)} runs of {count} seeds"
         labels.append(", ".join([*changes, repetitions]))
-    # Where those keys do not tell them apart, the first of their runs does.
+    # If those keys do not distinguish the experiments, add the name of the first run.
     return [
         f"{label}: {names[members[0]]}, ..."
         if len(members) > 1 and (labels.count(label) > 1 or "=" not in label)
@@ -237,7 +237,7 @@ def experiment_labels(
 
 
 def mean_curves(runs: Sequence[RunFolder], key: str, axis: str = "step") -> list[JsonObject]:
-    """Return the curve of each experiment: the mean over its seeds where all have values, with its interval.
+    """Return the curve of each experiment: the mean over its seeds at points where all have values, with its interval.
 
     Raises:
         ValueError: no run has the metric.
@@ -274,7 +274,7 @@ def _mean_curve(runs: Sequence[RunFolder], members: Sequence[int], key: str, axi
 
 
 def run_table(folders: Sequence[Path]) -> list[JsonObject]:
-    """Return what identifies each run: kind, model or task, steps, best score, last activity and state."""
+    """Return a table of runs: kind, model or task, steps, best score, last activity and state."""
     rows = []
     for folder in folders:
         run = RunFolder(folder)

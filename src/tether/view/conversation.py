@@ -1,4 +1,4 @@
-"""Conversations as chat templates write them, split into turns with roles, thoughts, tool calls and tool results."""
+"""Splits conversations written by chat templates into turns with roles, thoughts, tool calls and tool results."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dataclasses import asdict, dataclass
 from tether.types import JsonObject
 
 MARKER, TEXT, THOUGHT, CALL, RESULT = "marker", "text", "thought", "tool call", "tool result"
-"""Kinds of spans; a marker is what the template itself writes, such as ``<|im_start|>user``."""
+"""Kinds of spans; a marker is text of the template itself, such as ``<|im_start|>user``."""
 
 
 @dataclass(frozen=True)
 class Markup:
-    """How templates mark the turns of a conversation.
+    """How a chat template marks the turns of a conversation.
 
     Args:
-        opening: what begins a turn. Its role is the group ``role``, or the name of the group that matches; the groups
-            ``thought`` and ``call`` give the kind of the whole turn.
-        closing: what the template writes after a turn.
+        opening: matches the beginning of a turn. The role is the group ``role``, or the name of the group that matches;
+            the groups ``thought`` and ``call`` give the kind of the entire turn.
+        closing: matches what the template writes after a turn.
     """
 
     opening: re.Pattern[str]
@@ -73,11 +73,11 @@ MARKUPS: Mapping[str, Markup] = {
 BEGINNING = re.compile(
     r"(?:<s>|<bos>|<\|begin_of_text\|>|<｜begin▁of▁sentence｜>|<\|endoftext\|>|<BOS_TOKEN>|\[gMASK\]<sop>)*\s*"
 )
-"""What stands before the first turn."""
+"""Matches the text before the first turn."""
 ROLES = {
     "model": "assistant", "chatbot": "assistant", "ipython": "tool", "observation": "tool", "tool_response": "tool",
 }  # fmt: skip
-"""Names of roles in templates -> the usual ones."""
+"""Names of roles in templates -> the usual names."""
 KNOWN_ROLES = {"system", "developer", "user", "assistant", "tool"}
 DELIMITERS = {
     THOUGHT: [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>")],
@@ -93,11 +93,11 @@ DELIMITERS = {
     ],
     RESULT: [("<tool_response>", "</tool_response>"), ("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>")],
 }
-"""Kind -> begin and end of such spans within a turn; those without an end take what remains of it."""
+"""Kind -> begin and end of such spans within a turn; a span without an end extends to the end of the turn."""
 
 
 def _within_turns(kinds: Iterable[str]) -> re.Pattern[str]:
-    """Return the pattern of the spans of some kinds, each in a group of its name."""
+    """Return a pattern for spans of these kinds, each in a group named after the kind."""
     groups = []
     for kind in kinds:
         patterns = [
@@ -108,19 +108,19 @@ def _within_turns(kinds: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(groups))
 
 
-# A user or a tool quotes thoughts and calls without having them, and a system prompt shows what calls look like.
+# Users and tools may quote thoughts and calls, and system prompts show the format of calls, so these do not count.
 BY_ROLE = {
     "assistant": _within_turns([THOUGHT, CALL]),
     "user": _within_turns([RESULT]),
     "tool": _within_turns([RESULT]),
 }
 ENDS_THOUGHT = re.compile(r"(?:(?!<think>)[\s\S])*?</think>")
-"""A thought that the prompt began."""
+"""Matches a thought that began in the prompt."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a turn that is of one kind."""
+    """A part of a turn that has one kind."""
 
     kind: str
     text: str
@@ -128,14 +128,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one role wrote, with the markers of the template; the texts of all spans together are the text."""
+    """The text written by one role, including the template's markers; the spans concatenate to the complete text."""
 
     role: str
     spans: Sequence[Span]
 
 
 def split_turns(text: str) -> list[Turn]:
-    """Return the turns of a text that a chat template wrote; empty if it has the markup of no known family."""
+    """Return the turns of a text written by a chat template; empty if its markup is of no known model family."""
     openings = [(match.start(), markup) for markup in MARKUPS.values() if (match := markup.opening.search(text))]
     if not openings:
         return []
@@ -154,7 +154,7 @@ def split_turns(text: str) -> list[Turn]:
 
 
 def message_turn(message: JsonObject) -> Turn:
-    """Return the turn of a message of a data set."""
+    """Return the turn of a dataset's message."""
     role, content = str(message.get("role", "")), message.get("content")
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False) if content else ""
     spans = list(_by_kind(text, role))
@@ -164,7 +164,7 @@ def message_turn(message: JsonObject) -> Turn:
 
 
 def shown_turns(turns: Iterable[Turn]) -> list[JsonObject]:
-    """Return turns as JSON, without the markers of the template and what is blank."""
+    """Return turns as JSON, without the template's markers and blank spans."""
     listed = []
     for turn in turns:
         spans = [asdict(span) for span in turn.spans if span.kind != MARKER and span.text.strip()]
@@ -177,20 +177,21 @@ def _role_and_kind(opening: re.Match[str]) -> tuple[str, str]:
     groups = {name: text for name, text in opening.groupdict().items() if text is not None}
     written = groups.get("role", next(iter(groups))).lower()
     role = ROLES.get(written, written)
-    if role not in KNOWN_ROLES and "call" in opening.re.groupindex:  # harmony has the name of a tool as its role
+    # In harmony's format, the role is the name of a tool.
+    if role not in KNOWN_ROLES and "call" in opening.re.groupindex:
         role = "tool"
     is_call = role == "assistant" and bool({"call", "call_in_channel"} & groups.keys())
     return role, CALL if is_call else THOUGHT if "thought" in groups else TEXT
 
 
 def _turn(role: str, spans: Sequence[Span]) -> Turn:
-    """Return a turn; a user who says nothing but the results of tools is the tool."""
+    """Return a turn; the role is "tool" if a user's turn only consists of tool results."""
     kinds = {span.kind for span in spans if span.kind != MARKER and span.text.strip()}
     return Turn("tool" if kinds == {RESULT} else role, spans)
 
 
 def _spans(text: str, role: str, kind: str, markup: Markup) -> Iterator[Span]:
-    """Yield the spans of a turn, with the markers that close it."""
+    """Yield the spans of a turn, including the markers that close it."""
     end = 0
     for closing in markup.closing.finditer(text):
         yield from _by_kind(text[end : closing.start()], role, kind)
@@ -200,7 +201,7 @@ def _spans(text: str, role: str, kind: str, markup: Markup) -> Iterator[Span]:
 
 
 def _by_kind(text: str, role: str, kind: str = TEXT) -> Iterator[Span]:
-    """Yield thoughts, calls and results of a text, and what is between them."""
+    """Yield the thoughts, calls and results in a text, and the text between them."""
     end = 0
     if kind == TEXT and role == "assistant" and (thought := ENDS_THOUGHT.match(text)):
         yield Span(THOUGHT, thought[0])

@@ -1,4 +1,4 @@
-"""One HTML file with what a run did, which opens from the disk without a server and without a network."""
+"""Exports what a run did as one HTML file, which opens from disk without a server or a network."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tether.view.server import STATIC
 
 MAX_BYTES = 20_000_000
 SCRIPTS = ("chart.js", "text.js", "advice.js", "strip.js", "reward.js", "trend.js", "step.js", "control.js", "app.js")
-"""The modules in the order in which they are joined: each uses those before it."""
+"""The script modules in the order in which they are joined; each only uses earlier ones."""
 
 
 def write_page(runs: Sequence[RunFolder], path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """Write runs to one HTML file, and return a sentence about it that says what was left out.
+    """Write runs to one HTML file, and return a sentence about it that mentions omitted data.
 
     Args:
         runs: the runs.
         path: the file.
-        max_bytes: its largest size.
+        max_bytes: its maximum size in bytes.
 
     Raises:
         ValueError: the file cannot be written.
@@ -59,12 +59,12 @@ def write_page(runs: Sequence[RunFolder], path: Path, max_bytes: int = MAX_BYTES
 
 
 def address(question: str, arguments: dict[str, str]) -> str:
-    """Return the address by which the page asks a question."""
+    """Return the address under which the page requests the answer to a question."""
     return f"{question}?{urlencode(sorted(arguments.items()))}"
 
 
 def _questions(runs: Sequence[RunFolder]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield what the page may ask, the most important first."""
+    """Yield all questions that the page may ask, the most important first."""
     yield "runs", {}
     for index, run in enumerate(runs):
         number = {"run": str(index)}
@@ -81,7 +81,7 @@ def _questions(runs: Sequence[RunFolder]) -> Iterator[tuple[str, dict[str, str]]
 
 
 def _steps(run: RunFolder, number: dict[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the questions about steps of a run: last, first, middle, and then ever finer."""
+    """Yield the questions about steps of a run: last, first and middle step, then ever finer subdivisions."""
     for step in run.validation_steps[::-1]:
         yield "validation", {**number, "step": str(step)}
     detail, kind = ("sample", "tokens") if run.kind == "text" else ("episode", "episodes")
@@ -97,7 +97,7 @@ def _steps(run: RunFolder, number: dict[str, str]) -> Iterator[tuple[str, dict[s
 
 
 def _spread(steps: Sequence[int]) -> list[int]:
-    """Return steps so that each beginning of the list covers the run evenly."""
+    """Order steps so that every prefix of the list covers the run evenly."""
     ordered = list(steps[-1:])
     width = len(steps)
     while width:
@@ -107,7 +107,7 @@ def _spread(steps: Sequence[int]) -> list[int]:
 
 
 def _script() -> str:
-    """Return the modules joined to one script."""
+    """Join the modules to one script."""
     joined = []
     for name in SCRIPTS:
         text = re.sub(r"^import .*?;\n", "", (STATIC / name).read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -116,7 +116,7 @@ def _script() -> str:
 
 
 def _embedded(value: object) -> str:
-    """Return a value as JSON that cannot end the element that it stands in."""
+    """Return a value as JSON that cannot close the HTML element that contains it."""
     return json.dumps(value, default=str, separators=(",", ":")).replace("<", "\\u003c")
 
 

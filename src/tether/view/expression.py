@@ -24,13 +24,13 @@ FUNCTIONS = {"abs": np.abs, "isnan": np.isnan}
 
 
 def matching(expression: str, columns: Mapping[str, Array], rows: int) -> NDArray[np.bool_]:
-    """Return which rows an expression is true for.
+    """Return the rows for which an expression is true.
 
-    It may compare columns and numbers (``part/acc`` is written so), with ``and``, ``or``, ``not``, arithmetic, abs and
-    isnan; nothing else is carried out.
+    It may compare columns and numbers (columns such as ``part/acc`` are written unquoted), with ``and``, ``or``,
+    ``not``, arithmetic, abs and isnan; nothing else is evaluated.
 
     Raises:
-        ValueError: it is no such expression, or names a column that does not exist.
+        ValueError: the expression is invalid, or names a column that does not exist.
     """
     names = {name.replace("/", "__"): column for name, column in columns.items()}
     written = expression

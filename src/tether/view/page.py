@@ -1,4 +1,4 @@
-"""The questions that the page asks, by address: the server answers them as they come, an exported file in advance."""
+"""The questions of the page, by address; the server answers them on request, an exported file contains the answers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def answer(runs: Sequence[RunFolder], question: str, arguments: Arguments, rewar
 
     Args:
         runs: all runs.
-        question: its name.
-        arguments: ``run`` is the index of the run; others belong to the question.
-        reward: ``FILE.py:NAME`` of a function that the page offers to score samples with.
+        question: the name of the question.
+        arguments: ``run`` is the index of the run; other arguments depend on the question.
+        reward: ``FILE.py:NAME`` of a function with which the page offers to score samples.
 
     Raises:
-        ValueError: there is no such question, or its arguments are wrong.
+        ValueError: the question is unknown, or its arguments are invalid.
     """
     if question == "runs":
         return compare.comparison(runs) | {"versions": [run.version for run in runs], "reward": reward}

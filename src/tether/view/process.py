@@ -1,4 +1,4 @@
-"""Questions for which a model or a reward has to be loaded: another process answers them, as the viewer loads none."""
+"""Questions that require loading a model or a reward, which another process does, because the viewer loads neither."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 from tether.types import JsonObject
 
 TIMEOUT = 900.0
-"""Seconds in which another process must have loaded what it needs, and answered."""
+"""Timeout in seconds for another process to load its inputs and answer."""
 
 
 def ask_process(module: str, request: JsonObject, about: str) -> Any:
-    """Return the answer of a module that reads a request as JSON from its stdin and writes its answer to its stdout.
+    """Run a module that reads a request as JSON from stdin and writes its answer to stdout, and return the answer.
 
     Args:
-        module: is run as ``python -m``.
+        module: Python module to launch (``python -m MODULE``).
         request: the request.
-        about: what is loaded, which errors begin with.
+        about: what is loaded; error messages begin with it.
 
     Raises:
-        ValueError: it failed, with the last line of its error output; or the time is over.
+        ValueError: the process failed (the message has the last line of its error output), or the timeout passed.
     """
     try:
         done = subprocess.run(

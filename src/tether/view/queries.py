@@ -1,4 +1,4 @@
-"""Questions about one run, answered as plain data; page, exported file and ``--json`` ask the same functions."""
+"""Questions about one run, answered as plain data; the page, exported files and ``--json`` use the same functions."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ Z = 1.96
 """Half-width of a 95 % interval, in standard errors."""
 OUTSIDE_STEP = {"timing_s/env", "timing_s/step", "timing_s/testing", "timing_s/save_checkpoint"}
 Numbers = list[float | None]
-"""Numbers of tokens or steps; None where one is not finite."""
+"""Numbers per token or step; None for those that are not finite."""
 MAX_ROWS = 500
-"""Rows of a table that the page asks for at once."""
+"""Maximum number of table rows that the page requests at once."""
 RECORD_MORE = "trainer.record_mb"
 
 
 @dataclass(frozen=True)
 class TrendChart:
-    """One chart: keys that share a scale."""
+    """One chart, of keys that share a scale."""
 
     title: str
     keys: tuple[str, ...]
     interval: tuple[str, str] | None = None
-    """Keys of the interval of the last one."""
+    """Keys of the lower and upper bound of the last key's interval."""
 
 
 @dataclass(frozen=True)
 class TrendPanel:
-    """Charts that answer one question."""
+    """A panel of charts that answer one question."""
 
     title: str
     charts: tuple[TrendChart, ...]
@@ -120,7 +120,7 @@ CONTROL_PANELS = (
 
 
 def overview(run: RunFolder) -> JsonObject:
-    """Return what the first page shows besides curves: kind, state, panels, marks and what was not recorded."""
+    """Return what the first page shows in addition to curves: kind, state, panels, marks and what was not recorded."""
     keys = set(run.keys)
     last = max(run.metrics, default=0)
     return {
@@ -153,7 +153,7 @@ def _meaning(key: str) -> JsonObject:
 
 
 def panels(kind: str, keys: set[str], run: RunFolder) -> list[JsonObject]:
-    """Return the panels of a kind of run with the charts of which a metric was logged."""
+    """Return the panels for a kind of run, with the charts for which a metric was logged."""
     shown: list[JsonObject] = []
     for panel in TEXT_PANELS if kind == "text" else CONTROL_PANELS:
         charts = []
@@ -180,7 +180,7 @@ AXES = ("step", "samples", "tokens", "seconds")
 
 
 def axis_values(run: RunFolder, axis: str) -> dict[int, float]:
-    """Return the position of each step on an axis: steps, or samples, tokens or seconds so far; empty if unknown."""
+    """Return each step's position on an axis: the step, or total samples, tokens or seconds; empty if unknown."""
     steps = sorted(run.metrics)
     if axis == "step":
         return {step: float(step) for step in steps}
@@ -198,7 +198,7 @@ def axis_values(run: RunFolder, axis: str) -> dict[int, float]:
 
 
 def curves(run: RunFolder, keys: Sequence[str], axis: str = "step") -> JsonObject:
-    """Return the points of metrics, ``{key: {"x": [...], "y": [...]}}``, with intervals of validation where known."""
+    """Return the points of metrics, ``{key: {"x": [...], "y": [...]}}``, with known intervals of validation scores."""
     if axis not in AXES:
         raise ValueError(f"axis={axis}: must be one of {', '.join(AXES)}")
     metrics = set(run.keys)
@@ -226,13 +226,13 @@ def curves(run: RunFolder, keys: Sequence[str], axis: str = "step") -> JsonObjec
 
 
 def _dropped(run: RunFolder, key: str) -> list[JsonObject]:
-    """Return the points of a metric in steps that were dropped, for each branch that a resume left."""
+    """Return the points of a metric in discarded steps, one list for each branch that a resume abandoned."""
     known = [[one for one in branch if one.get(key) is not None] for branch in run.discarded]
     return [{"x": [one["step"] for one in branch], "y": [one[key] for one in branch]} for branch in known if branch]
 
 
 def _validation_size(run: RunFolder, key: str, step: int) -> int:
-    """Return the number of validation prompts behind a metric, whose scores are 0 or 1; else 0."""
+    """Return the number of validation prompts behind a metric if its scores are 0 or 1, else 0."""
     source = key.removeprefix("val-core/").rsplit("/", 2)[0]
     cache = run.validation_sizes
     if (source, step) not in cache:
@@ -243,7 +243,7 @@ def _validation_size(run: RunFolder, key: str, step: int) -> int:
 
 
 def binomial(share: float, count: int) -> tuple[float, float] | None:
-    """Return Wilson's 95 % interval (1927) of a share of `count`; None if it is no share."""
+    """Return Wilson's 95 % interval (1927) of a share of `count`; None if the value is not a share."""
     if not count or not 0 <= share <= 1:
         return None
     middle = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
@@ -256,11 +256,11 @@ MARKS = (
     ("oom", re.compile("did not fit into memory|out of memory")),
     ("restart", re.compile("[Rr]estart|server .*(died|hung)|lost")),
 )
-"""Kinds of warnings by their text; others are alarms."""
+"""Kinds of warnings by their text; all other warnings are alarms."""
 
 
 def marks(run: RunFolder) -> list[JsonObject]:
-    """Return what happened at steps: starts, resumes, warnings by kind, checkpoints, failures that metrics count."""
+    """Return events by step: starts, resumes, warnings by kind, checkpoints, and failures counted by metrics."""
     events: list[JsonObject] = []
     for event in run.events:
         if event["kind"] == "start":
@@ -296,7 +296,7 @@ def samples(
     sort: str | None = None,
     limit: int = 50,
 ) -> JsonObject:
-    """Return rows of the table of samples (of episodes, in simulators).
+    """Return rows of the table of samples (for simulators, of episodes).
 
     Args:
         run: the run.
@@ -307,7 +307,7 @@ def samples(
         limit: maximum number of rows.
 
     Raises:
-        ValueError: an expression or column is wrong, or the step was not recorded.
+        ValueError: an expression or column is invalid, or the step was not recorded.
     """
     steps = run.steps if step is None else [_recorded(run, step)]
     if text:
@@ -367,11 +367,11 @@ COLUMNS = {
     "seed": "seed with which the episode was reset; none where its environment went on with its own generator",
     "task": "the task, as the environment describes it",
 }
-"""Column of the table of samples or episodes -> meaning."""
+"""Column of the table of samples or episodes -> its meaning."""
 
 
 def column_meaning(name: str) -> str | None:
-    """Return what a column holds; None for one that is not known."""
+    """Return the meaning of a column; None if it is unknown."""
     if name.startswith("part/"):
         return f"{name.removeprefix('part/')}, a part of the reward"
     if name.startswith("info/"):
@@ -384,7 +384,7 @@ BINS = 24
 
 
 def distributions(run: RunFolder, step: int) -> list[JsonObject]:
-    """Return histograms and quartiles of the columns that tell a step's samples or episodes apart.
+    """Return histograms and quartiles of the `DISTRIBUTIONS` columns over a step's samples or episodes.
 
     Raises:
         ValueError: the step was not recorded.
@@ -475,19 +475,19 @@ def _row(run: RunFolder, step: int, row: int) -> JsonObject:
 
 
 def _detailed(run: RunFolder, kind: str, step: int) -> dict[int, JsonObject]:
-    """Return the rows of a step that were recorded in detail, by their index."""
+    """Return the rows of a step that were recorded in detail, by index."""
     rows = (run.record(kind, step) or {"rows": []})["rows"]
     return {row["row" if kind == "tokens" else "segment"]: row for row in rows}
 
 
 def plain(value: Any) -> Any:
-    """Return a number of a column as JSON has it."""
+    """Convert a number of a column to a JSON value."""
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def numbers(packed: JsonObject) -> Numbers:
-    """Return a packed array as a list; numbers that are not finite are None."""
+    """Return a packed array as a list, with None for numbers that are not finite."""
     array = unpack(packed)
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         return [plain(value) for value in array.ravel()]
@@ -496,10 +496,10 @@ def numbers(packed: JsonObject) -> Numbers:
 
 
 def sample(run: RunFolder, step: int, row: int) -> JsonObject:
-    """Return everything that is known of a response; ``tokens`` is None if it was not recorded token by token.
+    """Return everything that was recorded about a response; ``tokens`` is None if its tokens were not recorded.
 
     Raises:
-        ValueError: the step was not recorded, or has no such row; or the run is in a simulator.
+        ValueError: the step was not recorded, or has no such row, or the run is in a simulator.
     """
     if run.kind != "text":
         raise ValueError(f"{run.folder}: is a run in a simulator, which has episodes and no responses")
@@ -536,7 +536,7 @@ def sample(run: RunFolder, step: int, row: int) -> JsonObject:
     answer["turns"] = shown_turns(turns)
     clip = [run.setting(f"actor_rollout_ref.actor.clip_ratio_{side}") for side in ("low", "high")]
     answer["clip"] = clip if None not in clip else [0.2, 0.2]
-    # It was sampled with the weights after the step before.
+    # The response was sampled with the weights after the previous step.
     answer["checkpoint"] = min(run.checkpoints, key=lambda at: (abs(at - (step - 1)), at), default=None)
     answer["gamma"] = run.setting("algorithm.gamma")
     parts_of_reward = run.setting("reward_model.parts") or {}
@@ -546,17 +546,17 @@ def sample(run: RunFolder, step: int, row: int) -> JsonObject:
 
 
 def _floats(values: Numbers) -> Array:
-    """Return numbers as an array, with NaN for None."""
+    """Return numbers as an array, with None as NaN."""
     return np.array(values, dtype=np.float64)
 
 
 def _listed(values: Array) -> Numbers:
-    """Return an array as numbers, with None for those that are not finite."""
+    """Return an array as numbers, with None for values that are not finite."""
     return [plain(value) for value in values]
 
 
 def derived(values: Mapping[str, Numbers]) -> dict[str, Numbers]:
-    """Return what follows from the recorded values of tokens: ratio, mismatch, reference KL, TD error."""
+    """Return values derived from the recorded ones, per token: ratio, mismatch, reference KL, TD error."""
     derivations: dict[str, Numbers] = {}
     known = {name: _floats(column) for name, column in values.items()}
     pairs = {
@@ -584,14 +584,14 @@ NEEDS = {
     "old_log_probs": "algorithm.rollout_correction.bypass_mode=False, or another step",
     "entropy": "a policy that is evaluated before its update",
 }
-"""Value of a token -> what a run needs for it."""
+"""Value of a token -> what a run must have for it to be recorded."""
 
 
 EPISODE_NEEDS = {
     "success": "an environment that reports success or is_success in its infos",
     "seed": "environments that are reset one by one, by env.train.vectorization=sync or subprocess",
 }
-"""Column of episodes -> what a run needs for it."""
+"""Column of episodes -> what a run must have for it to be recorded."""
 
 
 def _not_recorded(answer: JsonObject) -> dict[str, str]:
@@ -600,7 +600,7 @@ def _not_recorded(answer: JsonObject) -> dict[str, str]:
 
 
 def group(run: RunFolder, step: int, index: int) -> JsonObject:
-    """Return all responses of a step to a prompt, and the share of the gradient that each group takes."""
+    """Return all responses of a step to one prompt, and the group's share of the gradient."""
     columns = run.columns(_recorded(run, step))
     rows = np.flatnonzero(columns["group"] == index)
     rewards = columns["reward"][rows]
@@ -614,7 +614,7 @@ def group(run: RunFolder, step: int, index: int) -> JsonObject:
 
 
 def groups(run: RunFolder, step: int) -> list[JsonObject]:
-    """Return each group of a step: its prompt, mean reward, spread, share of the gradient, and how far it moved."""
+    """Return each group of a step: its prompt, rewards, mean, share of the gradient, and how far the policy moved."""
     columns = run.columns(_recorded(run, step))
     texts = _texts(run, step)["prompts"]
     summaries = []
@@ -640,7 +640,7 @@ def groups(run: RunFolder, step: int) -> list[JsonObject]:
 
 
 def prompt_history(run: RunFolder, index: int) -> JsonObject:
-    """Return the samples of one prompt through the run, in training and in validation, by step."""
+    """Return the samples of one prompt over the run, in training and validation, by step."""
     trained = []
     for step in run.steps:
         columns = run.columns(step)
@@ -656,11 +656,11 @@ def prompt_history(run: RunFolder, index: int) -> JsonObject:
 
 
 ACCURACIES = ("acc", "accuracy", "correct")
-"""Names of the part of a reward that says whether a response is right."""
+"""Names of a reward component that states whether a response is correct."""
 
 
 def prompts(run: RunFolder, limit: int | None = MAX_ROWS) -> JsonObject:
-    """Return the training prompts over all recorded steps, the hardest first, and what solved means there.
+    """Return the training prompts over all recorded steps, the hardest first, and the definition of "solved".
 
     Args:
         run: the run.
@@ -711,10 +711,10 @@ def prompts(run: RunFolder, limit: int | None = MAX_ROWS) -> JsonObject:
 
 
 def validation(run: RunFolder, step: int, sort: str | None = None, limit: int = MAX_ROWS) -> JsonObject:
-    """Return the validation samples of a step, and how many have which share of the prompts right.
+    """Return the validation samples of a step, sorted by a column if one is given, and their total number.
 
     Raises:
-        ValueError: there was no validation at this step, or no such column.
+        ValueError: there was no validation at this step, or there is no such column.
     """
     rows = run.validation(step)
     if not rows:
@@ -732,7 +732,7 @@ def validation(run: RunFolder, step: int, sort: str | None = None, limit: int = 
 
 
 def parts(run: RunFolder) -> list[JsonObject]:
-    """Return each part of the reward with its means by step."""
+    """Return each component of the reward, with its mean in each step."""
     names = sorted({name for step in run.steps for name in run.columns(step) if name.startswith("part/")})
     summaries = []
     for name in names:
@@ -744,10 +744,10 @@ def parts(run: RunFolder) -> list[JsonObject]:
 
 
 def episode(run: RunFolder, step: int, index: int) -> JsonObject:
-    """Return the steps of a index of an episode, with pictures as base64 of their bytes.
+    """Return the recorded steps of the episode in row `index`, with images as base64.
 
     Raises:
-        ValueError: the step was not recorded, or this index was not.
+        ValueError: the step was not recorded, or not this episode.
     """
     _recorded(run, step)
     recorded = _detailed(run, "episodes", step)
@@ -785,7 +785,7 @@ def episode(run: RunFolder, step: int, index: int) -> JsonObject:
 
 
 def _td_errors(values: Mapping[str, Numbers], gamma: float, last: float | None) -> Numbers:
-    """Return the TD error of each step; `last` is the value after the last one, None if it was not recorded."""
+    """Return the TD error of each step; `last` is the value after the last step, None if it was not recorded."""
     reward, value = _floats(values.get("shaped_rewards", values["rewards"])), _floats(values["values"])
     following = np.append(value[1:], np.nan if last is None else last)
     return _listed(reward + gamma * following - value)
@@ -796,14 +796,14 @@ def _base64(array: Array) -> str:
 
 
 TASK_WINDOW = 10
-"""Recorded steps of a task whose mean success orders the tasks."""
+"""Number of recorded steps of a task over which the mean success, used for the order, is taken."""
 
 
 def tasks(run: RunFolder) -> list[JsonObject]:
-    """Return the success of each task over time, the worst first; empty if the run reports none.
+    """Return the success rate of each task over time, the worst task first; empty if the run reports no success.
 
-    It is the share of the episodes that ended in a recorded step, with Wilson's interval, and each metric that an
-    environment reports of a task.
+    The rate is the share of the episodes that ended in a recorded step, with Wilson's interval. Metrics that an
+    environment reports per task are included.
     """
     solved: dict[str, dict[int, tuple[int, int]]] = {}
     for step in run.steps if run.kind == "control" else ():

@@ -1,7 +1,7 @@
-"""Recorded responses scored again: by the reward of the run as its files are now, or by the function of another file.
+"""Scores recorded responses again, with the run's reward in its current version or with a function of another file.
 
 Another process (`tether.commands.rescore`) reads the rows of the training data, loads the reward and calls it; the
-viewer itself runs no code of a user.
+viewer itself does not run user code.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from tether.view.run import RunFolder
 
 @dataclass(frozen=True)
 class Rescoring:
-    """What is needed to score responses again, read from a run."""
+    """The inputs for scoring responses again, read from a run."""
 
     request: JsonObject
-    """For the other process."""
+    """Request for the other process."""
     rows: Sequence[JsonObject]
-    """The rows of the table of samples that it is about."""
+    """The rows of the table of samples to score."""
     left_out: Sequence[JsonObject]
-    """Samples of which only the beginning was recorded, ``{"step": ..., "row": ...}``."""
+    """Samples that were only recorded in part, ``{"step": ..., "row": ...}``."""
 
     def score(self) -> list[JsonObject]:
         """Return the new outcome of each row.
 
         Raises:
-            ValueError: the reward cannot be loaded or needs what was not recorded, or the data are missing.
+            ValueError: the reward cannot be loaded or needs inputs that were not recorded, or the data are missing.
         """
         answer = ask_process("tether.commands.rescore", self.request, self.reward) if self.rows else {"outcomes": []}
         if "error" in answer:
@@ -40,20 +40,20 @@ class Rescoring:
         return outcomes
 
     def compare(self, outcomes: Sequence[JsonObject]) -> JsonObject:
-        """Return new outcomes beside the recorded ones."""
+        """Return new outcomes next to the recorded ones."""
         compared = [_compared(row, now) for row, now in zip(self.rows, outcomes, strict=True)]
         changed = sum(not one["same_score"] for one in compared)
         return {"reward": self.reward, "rows": compared, "changed": changed, "left_out": list(self.left_out)}
 
     @property
     def reward(self) -> str:
-        """What scores them, in words."""
+        """Description of the reward that scores them."""
         name: str | None = self.request["reward"]
         return name or "the reward of the run"
 
 
 def prepare(run: RunFolder, rows: Sequence[JsonObject], reward: str | None) -> Rescoring:
-    """Return what is needed to score responses of a run again.
+    """Prepare to score responses of a run again.
 
     Args:
         run: the run.
@@ -61,7 +61,7 @@ def prepare(run: RunFolder, rows: Sequence[JsonObject], reward: str | None) -> R
         reward: ``FILE.py:NAME`` of a function instead of the reward of the run.
 
     Raises:
-        ValueError: the run has no reward that could be called again, or no response was recorded in full.
+        ValueError: the run has no reward that can be called again, or no response was recorded completely.
     """
     if run.kind != "text":
         raise ValueError(f"{run.folder}: is a run in a simulator, whose rewards cannot be computed again from a record")
@@ -89,7 +89,7 @@ def prepare(run: RunFolder, rows: Sequence[JsonObject], reward: str | None) -> R
 
 
 def _request(run: RunFolder, row: JsonObject) -> JsonObject | None:
-    """Return the response of a row for the other process; None if it was not recorded in full."""
+    """Return the response of a row for the other process; None if it was not recorded completely."""
     by_token = (run.record("tokens", row["step"]) or {"rows": []})["rows"]
     recorded = next((one for one in by_token if one["row"] == row["row"]), None)
     is_complete = "response" in row and not row["cut"]
@@ -121,7 +121,7 @@ def _compared(row: JsonObject, now: JsonObject) -> JsonObject:
 
 
 def _are_equal(recorded: float | None, now: float | None) -> bool:
-    """Whether two scores are equal in float32, in which they are recorded; None is no score."""
+    """Whether two scores are equal in float32, in which they are recorded; None means no score."""
     if recorded is None or now is None:
         return recorded is now
     return math.isclose(recorded, now, rel_tol=1e-6, abs_tol=1e-9)

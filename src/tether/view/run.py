@@ -1,4 +1,4 @@
-"""The folder of a run, read by offsets: opening one reads no sample, and following it reads only what was added."""
+"""Reads the folder of a run by offsets: opening it reads no samples, and following it only reads what was added."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from tether.runtime.run_lock import owner_of
 from tether.types import JsonObject
 
 ROLLBACK = re.compile(r"goes back to .* \(rollback \d+ of \d+\)")
-"""The warning about a rollback."""
+"""Matches the warning about a rollback."""
 MAX_HELD_RECORDS = 12
-"""Records of texts, tokens and episodes that are held in memory."""
+"""Maximum number of records of texts, tokens and episodes in memory."""
 TAIL = 64
-"""Bytes before the end of what was read that are compared, to notice that a file was written anew."""
+"""Number of bytes before the read position that are compared to detect a rewritten file."""
 
 
 class LineFile:
-    """A file of JSON lines that grows: `refresh` yields the complete lines that are new.
+    """A growing file of JSON lines; `refresh` returns new complete lines.
 
-    A file that was replaced, or is shorter than before, is read from its beginning.
+    If the file was replaced or has become shorter, it is read again from its beginning.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._end, self._identity = 0, (0, 0)
         self.tail = b""
-        """Lines before the end, to notice that the file was written anew."""
+        """Last bytes before the read position, to detect a rewritten file."""
 
     def refresh(self) -> tuple[bool, list[tuple[int, bytes]]]:
-        """Return whether earlier lines are void, and offset and content of each new line."""
+        """Return whether the file was replaced, which invalidates earlier lines, and offset and text of new lines."""
         try:
             with self.path.open("rb") as file:
                 status = self.path.stat()
@@ -59,7 +59,7 @@ class LineFile:
 
 
 class RunFolder:
-    """A run as its folder shows it; `refresh` reads what was added.
+    """A run, read from its folder; `refresh` reads what was added.
 
     Args:
         folder: folder of the run.
@@ -76,26 +76,26 @@ class RunFolder:
         self._validation, self._dropped = LineFile(folder / SAMPLES_FILE), LineFile(folder / DISCARDED_FILE)
         self._discarded: list[JsonObject] = []
         self.metrics: dict[int, dict[str, float | None]] = {}
-        """Step -> key -> value; None where it was not finite."""
+        """Step -> key -> value; None if it was not finite."""
         self.events: list[JsonObject] = []
         self.validation_lines: dict[int, list[int]] = {}
         """Step -> offsets of its validation samples."""
         self.validation_sizes: dict[tuple[str, int], int] = {}
-        """Source of data and step -> number of validation prompts behind its score, of those asked for so far."""
+        """Data source and step -> number of validation prompts behind its score, filled on request."""
         self._heads: list[RecordHead] = []
         self._by_kind: dict[str, dict[int, RecordHead]] = {}
         self._last_bytes = b""
-        """The end of the last record, to notice that the file was written anew."""
+        """The end of the last record, to detect a rewritten file."""
         self._records: dict[RecordHead, JsonObject] = {}
-        """The records that were read last."""
+        """Cache of the records read last."""
         self._columns: dict[int, dict[str, Array]] = {}
         self._task_names: dict[int, list[str]] = {}
         self.version = 0
-        """Grows with each change of the folder."""
+        """Incremented at each change of the folder."""
         self.refresh()
 
     def refresh(self) -> bool:
-        """Read what was added since the last call; return whether anything was."""
+        """Read what was added since the last call; return whether anything was added."""
         changed = self._refresh_metrics()
         changed |= self._refresh_records()
         is_new, lines = self._events.refresh()
@@ -165,7 +165,7 @@ class RunFolder:
         return sum(event["kind"] == "warning" and bool(ROLLBACK.search(event["text"])) for event in self.events)
 
     def setting(self, path: str) -> Any:
-        """Return the value of a key of the configuration; None if there is none."""
+        """Return the value of a configuration key; None if it is not set."""
         value: Any = self.config
         for name in path.split("."):
             value = value.get(name) if isinstance(value, dict) else None
@@ -173,7 +173,7 @@ class RunFolder:
 
     @property
     def is_running(self) -> bool:
-        """Whether a process works on the run."""
+        """Whether a process is working on the run."""
         return owner_of(self.folder) is not None
 
     @property
@@ -202,12 +202,12 @@ class RunFolder:
         return self._columns[step]
 
     def task_names(self, step: int) -> list[str]:
-        """Return the descriptions of the tasks of a step, which its column `task` counts; empty if it has none."""
+        """Return the descriptions of a step's tasks, by the indices of its column `task`; empty if it has none."""
         self.columns(step)
         return self._task_names[step]
 
     def steps_with_text(self, text: str) -> list[int]:
-        """Return the steps whose prompts, responses or reward details contain a text, without parsing the others."""
+        """Return the steps whose prompts, responses or reward details contain a text; other steps are not parsed."""
         needle = json.dumps(text, ensure_ascii=False)[1:-1].encode(errors="backslashreplace")
         steps, texts = [], self._by_kind.get("texts", {})
         if not texts:
@@ -247,7 +247,7 @@ class RunFolder:
 
     @property
     def discarded(self) -> list[list[JsonObject]]:
-        """Metrics of the steps that each resume from an earlier step dropped, in the order of the resumes."""
+        """Metrics of the steps that were discarded when the run resumed from an earlier step, one list per resume."""
         branches: list[list[JsonObject]] = []
         remaining = self._discarded
         for start in [event["step"] for event in self.events if event["kind"] == "start" and event["resumed"]][::-1]:
@@ -264,7 +264,7 @@ class RunFolder:
         return {step: value for step, value in values.items() if value is not None and math.isfinite(value)}
 
     def mean(self, key: str, steps: Callable[[int], bool] = lambda step: True) -> float | None:
-        """Return the mean of a metric over some steps; None without values."""
+        """Return the mean of a metric over selected steps; None without values."""
         values = [value for step, value in self.series(key).items() if steps(step)]
         return sum(values) / len(values) if values else None
 
@@ -287,7 +287,7 @@ class RunFolder:
 
     @property
     def last_film(self) -> JsonObject | None:
-        """Step and row of an episode of the last recorded step whose observations are pictures, if there is one."""
+        """Step and row of an episode in the last recorded step whose observations include images, or None."""
         record = self.record("episodes", self.steps[-1]) if self.steps else None
         for episode in record["rows"] if record else ():
             packed = [one for one in episode["observations"].values() if isinstance(one, dict)]
@@ -297,7 +297,7 @@ class RunFolder:
 
     @property
     def is_cut_short(self) -> Mapping[str, str]:
-        """What a viewer could show of this run and was not recorded, each with the setting that records it."""
+        """Data that a viewer could show but this run did not record, each with the setting that records it."""
         missing = {}
         if not self._heads:
             missing["samples" if self.kind == "text" else "episodes"] = "trainer.record_mb=2 (0 records nothing)"
@@ -313,7 +313,7 @@ def _goes_back(records: Sequence[JsonObject]) -> bool:
 
 
 def _end_of(path: Path, end: int) -> bytes:
-    """Return the bytes before an offset."""
+    """Return the last bytes before an offset."""
     if not end:
         return b""
     with path.open("rb", buffering=0) as file:
@@ -321,17 +321,17 @@ def _end_of(path: Path, end: int) -> bytes:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run."""
+    """Whether a folder is the folder of a run."""
     return (folder / METRICS_FILE).is_file()
 
 
 def find_runs(folders: list[Path]) -> list[Path]:
-    """Return the runs among folders, and those in folders of runs, to a depth of 3.
+    """Return the runs among the folders and inside of them, to a depth of 3.
 
     Raises:
-        ValueError: a folder has none.
+        ValueError: a folder contains no run.
     """
-    by_path: dict[Path, Path] = {}  # one that two paths lead to, such as a link, is one run
+    by_path: dict[Path, Path] = {}  # two paths to one folder, for example through a link, are one run
     for folder in folders:
         runs = [folder] if is_run(folder) else sorted(_below(folder, 3))
         if not runs:

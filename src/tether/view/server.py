@@ -1,4 +1,4 @@
-"""The server of `tether view`: on the loopback address only, behind a token in the address, read-only."""
+"""The server of `tether view`: read-only, on the loopback address, with a secret token in the address."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ HEADERS = {
 
 
 def serve(folders: Sequence[Path], port: int, say: Callable[[str], object], reward: str | None = None) -> None:
-    """Print an address and serve runs there until the process is interrupted.
+    """Print the address, and serve runs there until the process is interrupted.
 
     Args:
         folders: folders of the runs.
-        port: the port; 0 takes a free one.
+        port: the port; 0 selects a free one.
         say: prints the address.
-        reward: ``FILE.py:NAME`` of a function that samples may be scored with, besides the reward of their run.
+        reward: ``FILE.py:NAME`` of a function with which samples can be scored, in addition to the reward of their run.
 
     Raises:
         ValueError: the port is in use.
@@ -53,7 +53,7 @@ def serve(folders: Sequence[Path], port: int, say: Callable[[str], object], rewa
         listening.listen()
         address = f"http://127.0.0.1:{listening.getsockname()[1]}/{token}/"
         say(f"{address}  (Ctrl-C ends it)")
-        sys.stdout.flush()  # before the slow imports: the address answers once they are done
+        sys.stdout.flush()  # before the slow imports; the address responds once they are done
 
         import uvicorn
 
@@ -62,8 +62,7 @@ def serve(folders: Sequence[Path], port: int, say: Callable[[str], object], rewa
 
 
 def make_app(folders: Sequence[Path], token: str, reward: str | None = None) -> Starlette:
-    """Return the application that serves runs under ``/TOKEN/``; all other addresses are not found. For `reward` see
-    `serve`."""
+    """Return the application that serves runs under ``/TOKEN/`` and nothing else. For `reward` see `serve`."""
     import asyncio
 
     from starlette.applications import Starlette
@@ -82,7 +81,7 @@ def make_app(folders: Sequence[Path], token: str, reward: str | None = None) -> 
         text = json.dumps(value, default=str, allow_nan=False)
         return respond(text.encode(), "application/json", status)
 
-    # Coroutines, which answer one after the other: runs are read and cached without locks.
+    # These handlers are coroutines that run one at a time, so runs are read and cached without locks.
     async def page(request: Request) -> Response:
         name = request.path_params.get("name") or "index.html"
         file = STATIC / name
@@ -110,7 +109,7 @@ def make_app(folders: Sequence[Path], token: str, reward: str | None = None) -> 
             index, step, row = (int(request.query_params[name]) for name in ("run", "step", "row"))
             needed = request_of(runs[index], step, row)
             key = json.dumps(needed)
-            async with computing:  # one after the other: each loads a model
+            async with computing:  # one at a time, because each loads a model
                 if key not in computed:
                     computed[key] = await run_in_threadpool(compute_alternatives, needed, step)
             return as_json(computed[key])
@@ -122,7 +121,7 @@ def make_app(folders: Sequence[Path], token: str, reward: str | None = None) -> 
             return respond(b"not found", "text/plain", 404)
         try:
             index, step, row = (int(request.query_params[name]) for name in ("run", "step", "row"))
-            # The page names no file: with its address alone nobody can run code that is not meant to be run.
+            # Requests cannot name a file, so knowing the address does not allow running arbitrary code.
             function = reward if request.query_params.get("by") == "file" else None
             prepared = prepare(runs[index], [sample(runs[index], step, row)], function)
             async with computing:
@@ -148,6 +147,6 @@ def make_app(folders: Sequence[Path], token: str, reward: str | None = None) -> 
             Route("/{token}/{name}", page),
         ]
     )
-    # A page elsewhere whose name is made to point here cannot read from this server.
+    # Protects against DNS rebinding: another site whose name resolves to this address cannot read from the server.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "testserver"])
     return app

@@ -1,7 +1,7 @@
 """Advantage estimators, which compute advantages and returns from token rewards and a mask.
 
-Every estimator can be called with the keywords of all of them (`tether.algorithms.registry`). A new name also goes into
-`AdvEstimator` of `tether.config.schema.algorithm`.
+Every estimator can be called with the keywords of all of them (`tether.algorithms.registry`). The name of a new
+estimator must also be added to `AdvEstimator` of `tether.config.schema.algorithm`.
 """
 
 from collections.abc import Callable

@@ -37,10 +37,10 @@ def episodic_gae(
         next_values: V'_t, the value of the state that step t leads to, before any reset: 0 where the episode
             terminated, the critic's value of the final observation where it was truncated.
         ends: the last step of each episode, however it ended. A row's last episode may be unfinished.
-        valid: steps that were executed; the others (a tool's output, a reset that counts as a step, steps after an
-            end) are never read, and cost no discount.
+        valid: steps that were executed. Other positions (a tool's output, a reset that counts as a step, steps after an
+            end) are never read and add no discount.
         gamma: discount per step.
-        lam: trade-off between bias (0) and variance (1), or one for each row.
+        lam: trade-off between bias (0) and variance (1): one number, or one for each row.
     """
     values = select(values, valid)
     differences = select(rewards, valid) + gamma * select(next_values, valid) - values
@@ -61,7 +61,7 @@ def discounted_sums(
     Args:
         rewards: reward of each step.
         starts: the first step of each episode.
-        before: R of the step before the first one.
+        before: R of the step before the first step of the rows.
         gamma: discount per step.
     """
     rewards = widen(rewards)
@@ -73,16 +73,16 @@ def discounted_sums(
 
 
 def linear_recurrence(x: Float[Tensor, "B T"], carry: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Solve y_t = x_t + carry_t y_{t+1}, with y = 0 after the last, in log2(T) passes instead of T.
+    """Solve y_t = x_t + carry_t y_{t+1}, with y = 0 after the last step, in log2(T) passes instead of T.
 
-    After a pass over distance s, x_t holds the sum over the next 2s terms and carry_t the product of as many factors
-    (Hillis and Steele 1986).
+    After a pass over distance s, x_t holds the sum over the next 2s terms and carry_t the product of the same number of
+    factors (Hillis and Steele 1986).
     """
     x, carry = x.clone(), carry.clone()
     distance = 1
     while distance < x.shape[1]:
         head = slice(None, -distance)
-        # Both right-hand sides are computed before either is assigned.
+        # The tuple assignment computes both right-hand sides before it overwrites either tensor.
         x[:, head], carry[:, head] = (
             x[:, head] + _carried(carry[:, head], x[:, distance:]),
             carry[:, head] * carry[:, distance:],
@@ -92,8 +92,8 @@ def linear_recurrence(x: Float[Tensor, "B T"], carry: Float[Tensor, "B T"]) -> F
 
 
 def _carried(carry: Float[Tensor, "B T"], later: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Multiply, with 0 at the end of an episode."""
-    # 0 times a NaN of the next episode would be NaN.
+    """Multiply, but return 0 where `carry` is 0, at the end of an episode."""
+    # The later term may be a NaN of the next episode, and 0 times NaN would be NaN.
     return torch.where(carry == 0, 0.0, carry * later)
 
 
@@ -111,12 +111,12 @@ def gae(
     """Exponentially weighted sum of temporal differences (Schulman et al. 2016, arXiv 1506.02438).
 
     d_t = r_t + gamma V_{t+1} - V_t and A_t = d_t + gamma lam A_{t+1}, where t + 1 is the row's next *policy* token:
-    positions between two of them (a tool's output, padding) are skipped, whatever their reward, and cost no discount.
+    positions in between (a tool's output, padding) are skipped, whatever their reward, and add no discount.
     Returns are A + V; the advantages are whitened over the full batch afterwards.
 
-    Assumes: the critic is near the value of the policy that sampled. Lambda trades its bias (0) for the variance of
-        returns (1).
-    Use it: with a critic: where credit must be assigned inside a long answer, or with one answer to each prompt.
+    Assumes: the critic is close to the value function of the sampling policy. Lambda trades its bias (0) for the
+        variance of returns (1).
+    Use it: with a critic, where credit must be assigned within a long answer, or with one answer per prompt.
     Watch: `critic/vf_explained_var`: at 0 or below, the critic adds noise; warm it up first (`trainer.critic_warmup`).
     Keys: `algorithm.adv_estimator=gae`, `algorithm.gamma`, `algorithm.lam`, `algorithm.lam_critic`,
         `algorithm.bootstrap_truncated`.
@@ -146,12 +146,12 @@ def gae(
 
 
 def length_adaptive_lambda(response_mask: Mask, alpha: Positive) -> Rows:
-    """Return a lambda for each row by its length: 1 - 1 / (alpha n) for n tokens, not below 0 (VAPO, arXiv 2504.05118).
+    """Return each row's lambda, 1 - 1 / (alpha n) for n tokens and at least 0 (VAPO, arXiv 2504.05118).
 
-    Temporal differences at the end then reach back over a constant share of the row. VAPO uses alpha = 0.05.
+    Temporal differences at the end then propagate back over a constant share of the row. VAPO uses alpha = 0.05.
 
-    Assumes: the longer an answer, the more of its tokens matter to its end.
-    Use it: with `gae`, where answers of very different length share a batch.
+    Assumes: the longer an answer, the more of its tokens contribute to its final reward.
+    Use it: with `gae`, where the answers of a batch differ much in length.
     Watch: `response_length/mean` (1000 tokens have lambda 0.98 with VAPO's alpha), `critic/vf_explained_var`.
     Keys: `algorithm.lam_actor_alpha`.
     """
@@ -162,13 +162,13 @@ def length_adaptive_lambda(response_mask: Mask, alpha: Positive) -> Rows:
 def reinforce_plus_plus(token_level_rewards: Tokens, response_mask: Mask, *, gamma: Fraction = 1.0) -> Advantages:
     """Whitened discounted return of each token (REINFORCE++, Hu 2025, arXiv 2501.03262); needs no critic, no groups.
 
-    G_t = r_t + gamma G_{t+1} over the row's policy tokens, then whitened over the batch. What comes after a tool's
-    output is credited to the tokens before it too.
+    G_t = r_t + gamma G_{t+1} over the row's policy tokens, then whitened over the batch. Rewards after a tool's output
+    are also credited to the tokens before it.
 
-    Assumes: prompts are about equally hard, so that the mean of the batch is a baseline for all.
-    Use it: with one answer to each prompt and no memory for a critic; with several, `reinforce_plus_plus_baseline` is
+    Assumes: prompts are about equally hard, so that the batch mean is a usable baseline for all of them.
+    Use it: with one answer per prompt and no memory for a critic; with several, `reinforce_plus_plus_baseline` is
         less noisy.
-    Watch: `actor/grad_norm`: its spread is what the coarse baseline costs.
+    Watch: `actor/grad_norm`: its spread shows the variance that the coarse baseline leaves.
     Keys: `algorithm.adv_estimator=reinforce_plus_plus`, `algorithm.gamma`.
     """
     returns = discounted_returns(token_level_rewards, response_mask, gamma)
@@ -182,7 +182,7 @@ def remax(token_level_rewards: Tokens, response_mask: Mask, *, reward_baselines:
 
     Assumes: the greedy answer is about as good as the average sampled one. The baseline does not depend on the sample,
         so the gradient stays unbiased.
-    Use it: with one sampled answer to each prompt, at the price of one greedy answer more.
+    Use it: with one sampled answer per prompt; it costs one additional greedy answer.
     Watch: `baseline/beaten_fraction`: near 0, greedy decoding beats the samples, and the temperature may be too high.
     Keys: `algorithm.adv_estimator=remax`.
     """
@@ -195,9 +195,9 @@ def raw(token_level_rewards: Tokens, response_mask: Mask, *, normalize_advantage
 
     A_t = s at every token, with s the sum of the row's rewards; with normalize_advantages whitened over the batch.
 
-    Assumes: scores are centred already, or their size is meant to matter.
-    Use it: as the control of an experiment; any baseline has less variance.
-    Watch: `actor/grad_norm`, against that of an estimator with a baseline.
+    Assumes: scores are already centred, or their absolute size is meant to matter.
+    Use it: as the control of an experiment; any baseline reduces the variance.
+    Watch: `actor/grad_norm`, compared with that of an estimator with a baseline.
     Keys: `algorithm.adv_estimator=raw`.
     """
     scores = spread(masked_sum(token_level_rewards, response_mask, dim=-1), response_mask)
@@ -211,7 +211,7 @@ def discounted_returns(token_level_rewards: Tokens, response_mask: Mask, gamma: 
 
 
 def _next_values(values: Tokens, response_mask: Mask, bootstrap_values: Rows | None) -> Tokens:
-    """Return the value of the policy token that follows each token; after the last one `bootstrap_values`, or 0."""
+    """Return the value of the policy token that follows each token; `bootstrap_values`, or 0, after the last one."""
     mask = response_mask.bool()
     values = select(values, mask)
     last = values.new_zeros(len(values))

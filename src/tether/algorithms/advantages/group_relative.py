@@ -1,8 +1,8 @@
 """Estimators that compare the score of a row with the other answers to its prompt, without a critic.
 
-The score s of a row is the sum of its rewards, its group the rows with the same ``uid``, k their number. Rows without
-a valid token are ignored in all statistics. All tokens of a row get the same advantage, and the returns are the
-advantages.
+The score s of a row is the sum of its rewards, its group is the rows with the same ``uid``, and k is the size of the
+group. Rows without a valid token are ignored in all statistics. All tokens of a row get the same advantage, and the
+returns are the advantages.
 """
 
 import torch
@@ -25,12 +25,12 @@ def grpo(
     """Score in standard deviations above the group's mean (GRPO, Shao et al. 2024, arXiv 2402.03300).
 
     A = (s - mean) / (std + 1e-6), with the unbiased std. norm_adv_by_std_in_grpo=False: A = s - mean (Dr. GRPO, Liu et
-    al. 2025, arXiv 2503.20783). A group of one has mean 0 and std 1: it keeps its score.
+    al. 2025, arXiv 2503.20783). For a group of one, mean 0 and std 1 are used, so that its advantage is its score.
 
-    Assumes: the mean of a group is near the value of its prompt. The division gives very easy and very hard prompts the
-        weight of the others, or more.
-    Use it: without a critic, with 4 or more answers to each prompt and a score at the end.
-    Watch: `group/zero_std_fraction`: the groups that teach nothing. Near 1 the prompts are too easy or too hard.
+    Assumes: the mean of a group is close to the value of its prompt. The division gives very easy and very hard prompts
+        at least the weight of other prompts.
+    Use it: without a critic, with 4 or more answers per prompt and a score at the end.
+    Watch: `group/zero_std_fraction`, the share of groups without a signal. Near 1 the prompts are too easy or too hard.
     Keys: `algorithm.adv_estimator=grpo`, `algorithm.norm_adv_by_std_in_grpo`, `actor_rollout_ref.rollout.n`.
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
@@ -43,13 +43,13 @@ def grpo(
 def grpo_vectorized(
     token_level_rewards: Tokens, response_mask: Mask, *, uid: GroupIds, norm_adv_by_std_in_grpo: bool = True
 ) -> Advantages:
-    """`grpo` with a floor of 1e-3 under the std, which is all that verl's function of this name does differently.
+    """`grpo` with a lower bound of 1e-3 on the std, the only difference of verl's function of this name.
 
     A = (s - mean) / (max(std, 1e-3) + 1e-6).
 
-    Assumes: as `grpo`.
+    Assumes: the same as `grpo`.
     Use it: in place of `grpo` where scores of a group differ by less than about 1e-3, which is noise.
-    Watch: `group/score_std_mean`: near 1e-3, the floor decides.
+    Watch: `group/score_std_mean`: near 1e-3, the lower bound takes effect.
     Keys: `algorithm.adv_estimator=grpo_vectorized`, `algorithm.norm_adv_by_std_in_grpo`, `actor_rollout_ref.rollout.n`.
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
@@ -62,15 +62,15 @@ def grpo_vectorized(
 def grpo_passk(
     token_level_rewards: Tokens, response_mask: Mask, *, uid: GroupIds, norm_adv_by_std_in_grpo: bool = True
 ) -> Advantages:
-    """Only the best answer of a group learns: its lead over the second best (Pass@k training, arXiv 2503.19595).
+    """Reward only the best answer of a group, by its lead over the second best (Pass@k training, arXiv 2503.19595).
 
-    A = (max - second max) / (std + 1e-6) at the best row and 0 at the others; without the division if
-    norm_adv_by_std_in_grpo is False. A tie for the best, and a group of one, which has no second, give 0.
+    A = (max - second max) / (std + 1e-6) at the best row and 0 at all others; without the division if
+    norm_adv_by_std_in_grpo is False. A tie for the best and a group of one, which has no second best, give 0.
 
-    Assumes: only the best of k answers will be used, so the others need not be good.
-    Use it: where pass@k is what counts, with many answers to each prompt; it learns from one row of a group.
-    Watch: `critic/advantages/nonzero_fraction`: with scores 0 and 1, a group that has two right answers teaches
-        nothing either.
+    Assumes: only the best of k answers will be used, so the other answers need not be good.
+    Use it: to optimise pass@k, with many answers per prompt; only one row of a group contributes a gradient.
+    Watch: `critic/advantages/nonzero_fraction`: with scores 0 and 1, a group with two right answers has no signal
+        either.
     Keys: `algorithm.adv_estimator=grpo_passk`, `algorithm.norm_adv_by_std_in_grpo`, `actor_rollout_ref.rollout.n`.
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
@@ -87,11 +87,11 @@ def grpo_passk(
 def rloo(token_level_rewards: Tokens, response_mask: Mask, *, uid: GroupIds) -> Advantages:
     """Score minus the mean of the group's *other* scores (RLOO, Ahmadian et al. 2024, arXiv 2402.14740).
 
-    A = s - mean of the others = k / (k - 1) (s - mean). A group of one keeps its score.
+    A = s - mean of the other scores = k / (k - 1) (s - mean). The advantage of a group of one is its score.
 
-    Assumes: the answers of a group are independent, so the others' mean is a baseline without bias.
-    Use it: without a critic, as an unbiased alternative to `grpo`; two answers to each prompt are enough.
-    Watch: `group/zero_std_fraction`: the groups that teach nothing.
+    Assumes: the answers of a group are independent, so the mean of the other scores is an unbiased baseline.
+    Use it: without a critic, as an unbiased alternative to `grpo`; two answers per prompt are enough.
+    Watch: `group/zero_std_fraction`: the share of groups without a signal.
     Keys: `algorithm.adv_estimator=rloo`, `actor_rollout_ref.rollout.n`.
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
@@ -105,9 +105,9 @@ def rloo_vectorized(token_level_rewards: Tokens, response_mask: Mask, *, uid: Gr
 
     A = k / (k - 1) (s - mean) for k > 1.
 
-    Assumes: as `rloo`.
-    Use it: in place of `rloo` where groups can shrink to one row, which then should not teach.
-    Watch: `group/single_fraction`.
+    Assumes: the same as `rloo`.
+    Use it: in place of `rloo` where groups can shrink to one row, which should then have no effect.
+    Watch: `group/single_fraction`, the share of groups of one.
     Keys: `algorithm.adv_estimator=rloo_vectorized`, `actor_rollout_ref.rollout.n`.
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
@@ -118,12 +118,12 @@ def rloo_vectorized(token_level_rewards: Tokens, response_mask: Mask, *, uid: Gr
 def reinforce_plus_plus_baseline(token_level_rewards: Tokens, response_mask: Mask, *, uid: GroupIds) -> Advantages:
     """Score minus the group's mean, whitened over the tokens of the batch (REINFORCE++, arXiv 2501.03262, baseline).
 
-    A = (s - mean) brought to mean 0 and variance 1 over tokens (`masked_whiten`). A group of one keeps its score,
-    before that.
+    A = (s - mean), normalised to mean 0 and variance 1 over tokens (`masked_whiten`). In a group of one, s itself is
+    normalised.
 
-    Assumes: as `grpo`, but the spread of scores is alike in all groups: one std serves the batch.
-    Use it: without a critic, where `grpo`'s division blows up groups of nearly equal scores.
-    Watch: `group/zero_std_fraction`: the groups that teach nothing.
+    Assumes: the same as `grpo`, and that scores have a similar spread in all groups, so that one std fits the batch.
+    Use it: without a critic, where `grpo`'s division amplifies groups with nearly equal scores.
+    Watch: `group/zero_std_fraction`: the share of groups without a signal.
     Keys: `algorithm.adv_estimator=reinforce_plus_plus_baseline`, `actor_rollout_ref.rollout.n`.
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
@@ -134,18 +134,17 @@ def reinforce_plus_plus_baseline(token_level_rewards: Tokens, response_mask: Mas
 def opo(token_level_rewards: Tokens, response_mask: Mask, *, uid: GroupIds) -> Advantages:
     """Score minus the group's length-weighted mean (OPO, Hao et al. 2025, arXiv 2505.23585).
 
-    A = s - sum_i n_i s_i / sum_i n_i with n_i the tokens of row i: the baseline of least variance if the gradient of
-    a token has the same size everywhere. A group of one keeps its score.
+    A = s - sum_i n_i s_i / sum_i n_i with n_i the tokens of row i: the minimum-variance baseline if the gradient of
+    a token has the same size everywhere. The advantage of a group of one is its score.
 
-    Assumes: every token adds the same variance to the gradient, so that long rows have a say in the baseline by their
-        length.
-    Use it: without a critic, on-policy, where answers of a group differ much in length.
-    Watch: `response_length/max` against `response_length/mean`: with equal lengths it is `grpo` without std.
+    Assumes: every token adds the same variance to the gradient, so that rows weigh in the baseline by their length.
+    Use it: without a critic, on-policy, where the answers of a group differ much in length.
+    Watch: `response_length/max` and `response_length/mean`: with equal lengths it equals `grpo` without std.
     Keys: `algorithm.adv_estimator=opo`, `actor_rollout_ref.rollout.n`.
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
     length = response_mask.bool().sum(dim=-1).to(scores.dtype)
-    # As in Groups.centre, equal scores give exactly 0.
+    # As in Groups.centre, this makes equal scores give exactly 0.
     shifted = torch.where(groups.valid, scores - groups.max(scores), 0.0)
     advantages = shifted - groups.sum(length * shifted) / groups.sum(length).clamp(min=1)
     return outcome(torch.where(groups.size() > 1, advantages, scores), response_mask)
@@ -155,11 +154,11 @@ def gpg(token_level_rewards: Tokens, response_mask: Mask, *, uid: GroupIds, f_no
     """Score minus the group's mean, scaled up where many scores are 0 (GPG, Chu et al. 2025, arXiv 2504.02546).
 
     A = alpha (s - mean) / f_norm with alpha = rows / rows with a score other than 0, both over the full batch, not
-    counting rows without a token. A group of one keeps its score (times alpha / f_norm).
+    counting rows without a token. The advantage of a group of one is its score times alpha / f_norm.
 
     Assumes: a score of 0 means that the row failed; with other scales alpha has no meaning.
     Use it: with 0/1 scores and few successes, together with the policy loss of the same name.
-    Watch: `critic/score/nonzero_fraction`, which is 1 / alpha: at 0.01 the step is a hundred times as large.
+    Watch: `critic/score/nonzero_fraction`, which is 1 / alpha: at 0.01, advantages are scaled up a hundredfold.
     Keys: `algorithm.adv_estimator=gpg`, `actor_rollout_ref.rollout.n`.
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
@@ -178,14 +177,14 @@ def gdpo(
 ) -> Advantages:
     """Normalise each component of the reward in its group, add them up, whiten (GDPO, Liu et al. 2026, 2601.05242).
 
-    A = whiten(sum_r w_r (s_r - mean_r) / (std_r + 1e-6)), whitened over the tokens of the batch. Summed first, rewards
-    of different size and rarity collapse onto a few advantages; normalised first, each keeps its say. In a group of
-    one each component keeps its score. The components are the entire reward: token_level_rewards is not read. (NeMo RL
-    whitens over rows.)
+    A = whiten(sum_r w_r (s_r - mean_r) / (std_r + 1e-6)), whitened over the tokens of the batch. If rewards of
+    different scale and rarity are summed first, they collapse onto a few advantages; normalising first preserves the
+    contribution of each. In a group of one, each component is its score. The components are the entire reward:
+    token_level_rewards is not read. (NeMo RL whitens over rows.)
 
-    Assumes: every component is meant to count, by its weight and not by its scale.
+    Assumes: every component should count by its weight, not by its scale.
     Use it: with several rewards of different scale or rarity, such as format, length and correctness.
-    Watch: `gdpo/<key>/zero_std_fraction` of each component: near 1 it teaches nothing.
+    Watch: `gdpo/<key>/zero_std_fraction` of each component: near 1 it has no signal.
     Keys: `algorithm.adv_estimator=gdpo`, `algorithm.gdpo_reward_keys`, `algorithm.gdpo_reward_weights`,
         `actor_rollout_ref.rollout.n`.
 

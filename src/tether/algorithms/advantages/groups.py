@@ -14,7 +14,7 @@ from tether.algorithms.shapes import GroupIds, Mask, RowIds, Rows, Tokens
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of rows. Every statistic has one entry per row, that of the group of the row.
+    """Groups of rows. Every statistic has one entry per row, the value for the row's group.
 
     A row without a valid token (its reward failed, or nothing was sampled) is ignored in all statistics.
     """
@@ -49,13 +49,13 @@ class Groups:
         return self.sum(self.valid.to(torch.float32)).long()
 
     def centre(self, scores: Rows) -> Rows:
-        """Subtract the group's mean; a group of equal scores gives exactly 0, as does a group of one."""
-        # Relative to the group's best, equal scores have no rounding error that a small std could amplify.
+        """Subtract the group's mean; groups with equal scores, and groups of one, give exactly 0."""
+        # Shifted by the group's maximum, equal scores have no rounding error that a small std could amplify.
         shifted = torch.where(self.valid, scores - self.max(scores), 0.0)
         return torch.where(self.valid, shifted - self.sum(shifted) / self.size().clamp(min=1), 0.0)
 
     def over_mean(self, scores: Rows) -> Rows:
-        """Subtract the group's mean as `centre` does, but keep the score of a group of one, which has no baseline."""
+        """Subtract the group's mean like `centre`, but keep the score of a group of one, which has no baseline."""
         return torch.where(self.size() > 1, self.centre(scores), scores)
 
     def std(self, scores: Rows) -> Rows:
@@ -66,7 +66,7 @@ class Groups:
 
 
 def _group_indices(uid: Iterable[object]) -> list[int]:
-    """Return the same integer for equal labels."""
+    """Return one integer per label; equal labels have the same integer."""
     indices: dict[Hashable, int] = {}
     member = []
     for row, element in enumerate(uid):
@@ -83,8 +83,8 @@ def score_groups(token_level_rewards: Tokens, response_mask: Mask, uid: GroupIds
 
 
 def informative_rows(scores: Rows, response_mask: Mask, uid: GroupIds) -> Bool[Tensor, " B"]:
-    """Return the valid rows whose group has different scores; the others have no advantage (dynamic sampling)."""
+    """Return the valid rows whose group has different scores; all others have advantage 0 (for dynamic sampling)."""
     groups = Groups.of(uid, response_mask)
     scores = torch.where(groups.valid, scores, 0.0)
-    # A NaN differs from itself, so that it stays visible.
+    # NaN differs from itself, so a group with NaN counts as informative and the NaN stays visible.
     return groups.valid & (groups.max(scores) != -groups.max(-scores))

@@ -15,6 +15,6 @@ class Advantages:
 
 
 def outcome(per_row: Rows, response_mask: Mask) -> Advantages:
-    """Return advantages that are the same for all tokens of a row, and returns equal to them, as there is no critic."""
+    """Return advantages that are equal for all tokens of a row; without a critic, the returns are the advantages."""
     tokens = spread(per_row, response_mask)
     return Advantages(tokens, tokens)

@@ -1,8 +1,9 @@
-"""Optimal token baselines, which minimise the variance for each position of a group.
+"""Optimal token baselines, which minimise the gradient's variance at each position of a group.
 
-The idea: the variance that a token adds to the gradient grows with the squared size of the score function of the row
-so far. Measured on logits, a token's score function has the squared size 1 - 2 p_t + sum_v p_v^2, where p_t is the
-probability of the sampled token and the sum runs over the vocabulary. Its running sum weighs the rows of a group.
+The variance that a token adds to the gradient grows with the squared norm of the row's score function up to that token.
+With respect to the logits, a token's score function has the squared norm 1 - 2 p_t + sum_v p_v^2, where p_t is the
+probability of the sampled token and the sum runs over the vocabulary. Its running sum is the weight of a row in the
+group's baseline.
 """
 
 import torch
@@ -30,8 +31,8 @@ def optimal_token_baseline(
     A_t = G_t - sum_i G_it W_it / (sum_i W_it + 1e-8), over the rows i of the group that have a token at t. A group of
     one has baseline 0.
 
-    Assumes: a row that moved far from certainty so far adds more variance from here on; rows are compared by position.
-    Use it: without a critic, on long answers of one turn, where a baseline for each position pays.
+    Assumes: a row whose tokens so far were uncertain adds more variance from here on; rows are compared by position.
+    Use it: without a critic, on long answers of one turn, where a baseline per position is worth its cost.
     Watch: `actor/grad_norm`: its spread should be below that of `rloo`. `actor/sum_pi_squared`.
     Keys: `algorithm.adv_estimator=optimal_token_baseline`, `actor_rollout_ref.actor.calculate_sum_pi_squared`,
         `actor_rollout_ref.rollout.n`.
@@ -71,12 +72,12 @@ def tir_optimal_token_baseline(
 ) -> Advantages:
     """`optimal_token_baseline` that compares the n-th policy tokens of the rows, not those at the same position.
 
-    A_n = G_n - sum_i G_in W_in / (sum_i W_in + 1e-8) for the n-th policy token of a row, with G and W as in
-    `optimal_token_baseline`, and the same arguments. It is meant for tool-integrated reasoning (verl's TIR):
-    observations between the actions are removed first, so that they do not shift positions.
+    A_n = G_n - sum_i G_in W_in / (sum_i W_in + 1e-8) for the n-th policy token of a row, with G, W and the arguments of
+    `optimal_token_baseline`. It is meant for tool-integrated reasoning (verl's TIR): observations between the actions
+    are removed first, so that they do not shift positions.
 
-    Assumes: the n-th token that the policy wrote is comparable between rows, whatever a tool said between.
-    Use it: as `optimal_token_baseline`, for answers of several turns.
+    Assumes: the n-th token that the policy wrote is comparable between rows, whatever tool outputs are in between.
+    Use it: like `optimal_token_baseline`, for answers of several turns.
     Watch: `actor/grad_norm`: its spread should be below that of `rloo`. `actor/sum_pi_squared`.
     Keys: `algorithm.adv_estimator=tir_optimal_token_baseline`, `actor_rollout_ref.actor.calculate_sum_pi_squared`,
         `actor_rollout_ref.rollout.n`.

@@ -44,10 +44,11 @@ POLICY_LOSSES: dict[str, Callable[..., TokenLoss]] = uniform(
     },
     learns="log_probs",
 )
-"""`policy_loss.loss_mode` -> loss. A new name also goes into ``LossMode`` of `tether.config.schema.actor`."""
+"""`policy_loss.loss_mode` -> loss. The name of a new loss must also be added to ``LossMode`` of
+`tether.config.schema.actor`."""
 
 TOKEN_SELECTIONS: dict[str, Callable[..., Bool[Tensor, "B T"]]] = uniform(
     {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov, "m2po": select_m2po},
     meaning={"generator": "a seeded torch.Generator on the CPU"},
 )
-"""The function that selects tokens, once over the full mini-batch, for each loss that needs ``selected``."""
+"""For each loss that needs ``selected``, the function that selects tokens once over the full mini-batch."""

@@ -32,20 +32,21 @@ def bypass_mode(
 ) -> TokenLoss:
     """PPO without recomputed log-probs: old_log_probs are the sampler's (verl's bypass mode).
 
-    ``ppo_clip``: `vanilla` around the sampler; its ratio already is the importance weight, so none is multiplied in.
-    ``reinforce``: L = -w A log p with w the truncated importance weight of the current policy (`importance_weights`),
-    1 if rollout_is is None. Tokens or rows that rollout_rs (`rejection_mask`) or veto_threshold (`veto_mask`) rejects,
-    current policy against sampler, have loss 0 but stay in the denominators of the aggregation, which are fixed before
-    the split. Weights of rollout_is are logged with either loss (`importance_statistics`).
+    ``ppo_clip``: `vanilla` around the sampler; its ratio already is the importance weight, so no other weight is
+    applied. ``reinforce``: L = -w A log p with w the truncated importance weight of the current policy
+    (`importance_weights`), 1 if rollout_is is None. Tokens or rows that rollout_rs (`rejection_mask`) or veto_threshold
+    (`veto_mask`) rejects, comparing the current policy with the sampler, have loss 0 but stay in the denominators of
+    the aggregation, which are fixed before the split. The weights of rollout_is are logged for both losses
+    (`importance_statistics`).
 
     Assumes: the sampler's probabilities are exact enough to be the old policy.
-    Use it: where the extra forward pass costs much, and the sampler agrees with the trainer.
-    Watch: `training/rollout_probs_diff_mean` and `actor/ppo_kl`, which now hold the sampler's error too.
-    Keys: `algorithm.rollout_correction.bypass_mode`, `algorithm.rollout_correction.loss_type`, and those of rollout
-        correction.
+    Use it: where the extra forward pass is expensive, and the sampler agrees with the trainer.
+    Watch: `training/rollout_probs_diff_mean` and `actor/ppo_kl`, which now include the sampler's numerical error.
+    Keys: `algorithm.rollout_correction.bypass_mode`, `algorithm.rollout_correction.loss_type`, and the other keys of
+        rollout correction.
 
     Raises:
-        ValueError: an unknown loss_type.
+        ValueError: loss_type is unknown.
     """
     accepted = response_mask.bool()
     if rollout_rs is not None:

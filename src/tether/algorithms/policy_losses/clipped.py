@@ -21,14 +21,14 @@ def vanilla(
 ) -> TokenLoss:
     """PPO's clipped loss (Schulman et al. 2017, arXiv 1707.06347) with dual clip (Ye et al. 2019, arXiv 1912.09729).
 
-    With r = p / p_old: L = max(-A r, -A clip(r, 1 - low, 1 + high)), and at most -A c where A < 0, so that one
-    token with an exploding ratio cannot dominate. A higher ``high`` than ``low`` is DAPO's clip-higher; c=None turns
-    the dual clip off.
+    With r = p / p_old: L = max(-A r, -A clip(r, 1 - low, 1 + high)), bounded above by -A c where A < 0, so that one
+    token with an exploding ratio cannot dominate. ``high`` > ``low`` is DAPO's clip-higher; c=None disables the dual
+    clip.
 
     Assumes: old_log_probs are those of the sampling policy, or close to it.
-    Use it: first; each of the others solves a problem observed with this one.
-    Watch: `actor/pg_clipfrac` (about 0 to 0.2; far more: lower the rate or the epochs), `actor/ppo_kl`,
-        `actor/pg_clipfrac_lower`.
+    Use it: first; each other loss addresses a problem of this one.
+    Watch: `actor/pg_clipfrac` (about 0 to 0.2; if it is far higher, lower the learning rate or the epochs),
+        `actor/ppo_kl`, `actor/pg_clipfrac_lower`.
     Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=vanilla`, `actor_rollout_ref.actor.clip_ratio`,
         `actor_rollout_ref.actor.clip_ratio_low`, `actor_rollout_ref.actor.clip_ratio_high`,
         `actor_rollout_ref.actor.clip_ratio_c`.
@@ -62,12 +62,12 @@ def cispo(
 ) -> TokenLoss:
     """REINFORCE with a clipped ratio as a constant weight (CISPO, MiniMax 2025, arXiv 2506.13585).
 
-    L = -sg(clip(r, 1 - low, 1 + high)) A log p, with sg stopping the gradient: no token loses its gradient, which
-    `vanilla` takes away from the clipped ones.
+    L = -sg(clip(r, 1 - low, 1 + high)) A log p, with sg stopping the gradient: every token keeps its gradient, which
+    clipped tokens lose with `vanilla`.
 
-    Assumes: a ratio far from 1 marks a token that matters, not one to be left out.
-    Use it: with several updates on each batch, where rare tokens that start a reflection get clipped away.
-    Watch: `actor/pg_clipfrac`, and `actor/ppo_kl`: only the weight limits the update.
+    Assumes: a ratio far from 1 marks an important token, not one to exclude.
+    Use it: with several updates on each batch, where clipping would remove rare tokens that start a reflection.
+    Watch: `actor/pg_clipfrac`, and `actor/ppo_kl`, because only the clipped weight limits the update.
     Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=cispo`, `actor_rollout_ref.actor.clip_ratio_low`,
         `actor_rollout_ref.actor.clip_ratio_high`.
     """
@@ -91,17 +91,18 @@ def decoupled(
     clip_ratio_c: AboveOne | None = 3.0,
     behave_weight_threshold: Positive | None = None,
 ) -> TokenLoss:
-    """PPO for stale rollouts: clip around a proximal policy, weigh by the behaviour policy (Hilton et al. 2110.00641).
+    """PPO for stale rollouts: clip around a proximal policy, weight by the behaviour policy (Hilton et al. 2110.00641).
 
     L = w * `vanilla`, where old_log_probs are those of the proximal policy (recomputed, or `interpolate_proximal`)
     and w = p_old / p_rollout. Tokens with w over behave_weight_threshold are dropped: their loss is 0, but they stay
     in the denominators of the aggregation. RLinf's ``decoupled_actor_critic`` without its value loss.
 
-    Assumes: the rollout is stale: the policy that sampled is several updates behind the one the clip should hold to.
-    Use it: with asynchronous or replayed rollouts; on fresh ones w is 1 and it is `vanilla`.
+    Assumes: the rollout is stale: the sampling policy is several updates behind the policy that the clip should be
+        relative to.
+    Use it: with asynchronous or replayed rollouts; on fresh ones w is 1, and it equals `vanilla`.
     Watch: `actor/behave_weight_mean`, which is 1 on fresh rollouts, and `actor/behave_dropped`.
     Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=decoupled`,
-        `actor_rollout_ref.actor.policy_loss.behave_weight_threshold`, and those of `vanilla`.
+        `actor_rollout_ref.actor.policy_loss.behave_weight_threshold`, and the keys of `vanilla`.
     """
     clipped = vanilla(
         log_probs,
@@ -130,7 +131,7 @@ def interpolate_proximal(
     """Interpolate the proximal policy between the sampler and the current policy, without a forward pass (RLinf).
 
     log p_old = log p_rollout + alpha (log p - log p_rollout), without gradient, with alpha = (v - 1 - u) / (v - u) in
-    [0, 1] for rows that version u sampled when the trainer is at version v; alpha = 0 where u >= v.
+    [0, 1] for rows sampled by version u while the trainer is at version v; alpha = 0 where u >= v.
     """
     log_probs, rollout_log_probs = widen(log_probs), widen(rollout_log_probs)
     age = (current_version - sample_version).to(rollout_log_probs.dtype)

@@ -1,4 +1,4 @@
-"""Losses that leave out the tokens whose probability has moved too far, whatever their ratio."""
+"""Losses that exclude tokens whose probability has changed too much, whatever their ratio."""
 
 from jaxtyping import Bool
 from torch import Tensor
@@ -20,17 +20,18 @@ def dppo_tv(
     clip_ratio_c: AboveOne | None = 3.0,
     rollout_is_weights: Tokens | None = None,
 ) -> TokenLoss:
-    """REINFORCE without the tokens whose probability moved too far (DPPO-Binary-TV, Qi et al. 2026, arXiv 2602.04879).
+    """REINFORCE without tokens whose probability changed too much (DPPO-Binary-TV, Qi et al. 2026, arXiv 2602.04879).
 
-    L = -sg(min(r, c)) A log p, and 0 where A > 0 and p - p_old > high, or A <= 0 and p - p_old < -low. The distance
-    is the total variation between the two policies if all tokens but the sampled one are taken together. A clip of
-    the ratio cuts a rare token off that hardly moved, and keeps a frequent one that moved far.
+    L = -sg(min(r, c)) A log p, and 0 where A > 0 and p - p_old > high, or A <= 0 and p - p_old < -low. The distance is
+    the total variation between the two policies with all tokens but the sampled one merged into one. A clip of the
+    ratio excludes a rare token whose probability hardly changed, and keeps a frequent one whose probability changed a
+    lot.
 
     Assumes: tokens have probabilities, so not for densities of continuous actions; old_log_probs are those of the
         sampling policy, or close to it.
     Use it: for large vocabularies and mixture-of-experts models, where ratios of rare tokens are noise. verl's script
-        takes 0.15 for both sides and, for an unbiased weight, c = 10000.
-    Watch: `actor/pg_clipfrac`, the share of tokens left out; `actor/pg_clipfrac_lower`, the share with r > c.
+        uses 0.15 on both sides and, for an unbiased weight, c = 10000.
+    Watch: `actor/pg_clipfrac`, the share of excluded tokens; `actor/pg_clipfrac_lower`, the share with r > c.
     Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv`, `actor_rollout_ref.actor.clip_ratio_low`,
         `actor_rollout_ref.actor.clip_ratio_high`, `actor_rollout_ref.actor.clip_ratio_c`.
     """
@@ -53,14 +54,15 @@ def dppo_kl(
 ) -> TokenLoss:
     """`dppo_tv` with a KL divergence as the distance (DPPO-Binary-KL, Qi et al. 2026, arXiv 2602.04879).
 
-    With d = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)), 1e-8 added to both parts of the last
-    fraction: L = -sg(min(r, c)) A log p, and 0 where A > 0, p > p_old and d > high, or A <= 0, p < p_old and d > low.
+    With d = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)), with 1e-8 added to numerator and denominator
+    of the last fraction: L = -sg(min(r, c)) A log p, and 0 where A > 0, p > p_old and d > high, or A <= 0, p < p_old
+    and d > low.
 
-    Assumes: as `dppo_tv`.
-    Use it: as `dppo_tv`, where a probability that falls to almost 0 should count for more. verl's script takes 0.05
-        for both sides.
-    Watch: as `dppo_tv`.
-    Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=dppo_kl`, and those of `dppo_tv`.
+    Assumes: the same as `dppo_tv`.
+    Use it: like `dppo_tv`, where a probability that falls to almost 0 should count more. verl's script uses 0.05 on
+        both sides.
+    Watch: the same as for `dppo_tv`.
+    Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=dppo_kl`, and the other keys of `dppo_tv`.
     """
     log_p, log_old = select(log_probs, response_mask).detach(), select(old_log_probs, response_mask)
     p, old = log_p.exp(), log_old.exp()

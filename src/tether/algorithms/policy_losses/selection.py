@@ -1,7 +1,7 @@
 """Selection of the tokens that some losses treat differently, once over a mini-batch before it is split.
 
-`select_clip_cov` and `select_kl_cov` rank tokens by how much they move the entropy: the product of the deviations of
-advantage and log-probability from their means over the mini-batch.
+`select_clip_cov` and `select_kl_cov` rank tokens by their effect on the entropy, the token's covariance: the product of
+the deviations of advantage and log-probability from their means over the mini-batch.
 """
 
 import torch
@@ -28,7 +28,7 @@ def select_clip_cov(
     clip_ratio_low: NonNegative = 0.2,
     clip_ratio_high: NonNegative = 0.2,
 ) -> Bool[Tensor, "B T"]:
-    """Draw tokens whose covariance lies strictly between the bounds, among those that PPO does not clip anyway.
+    """Draw tokens with a covariance strictly between the bounds, among those that PPO's clip does not exclude.
 
     Args:
         log_probs: log-probs of the current policy, over the full mini-batch.
@@ -39,8 +39,8 @@ def select_clip_cov(
         clip_cov_ratio: fraction of the mini-batch's tokens to draw (at least one token, at most the candidates).
         clip_cov_lb: lower bound of the covariance.
         clip_cov_ub: upper bound of the covariance.
-        clip_ratio_low: the clip of the loss.
-        clip_ratio_high: the clip of the loss.
+        clip_ratio_low: the lower clip range of the loss.
+        clip_ratio_high: the upper clip range of the loss.
     """
     mask = response_mask.bool()
     covariance = _covariance(log_probs, advantages, mask)
@@ -74,10 +74,10 @@ def select_m2po(
     *,
     m2_threshold: NonNegative = 0.04,
 ) -> Bool[Tensor, "B T"]:
-    """Select the tokens with the largest (log r)^2, as few as leave the others a mean of at most m2_threshold.
+    """Select the tokens with the largest (log r)^2: the fewest whose exclusion brings the mean down to m2_threshold.
 
-    Only tokens count that the update would move further from the old policy, those with A log r > 0: the ones that
-    `vanilla` might clip. (AReaL counts all tokens.)
+    Only tokens that the update would move further from the old policy count, those with A log r > 0, which `vanilla`
+    might clip. (AReaL counts all tokens.)
     """
     mask = response_mask.bool()
     log_ratio = bounded_log_ratio(log_probs, old_log_probs, mask)

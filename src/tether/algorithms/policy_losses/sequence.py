@@ -20,14 +20,14 @@ def gspo(
 ) -> TokenLoss:
     """PPO with the geometric mean of a row's ratios (GSPO-token, Zheng et al. 2025, arXiv 2507.18071).
 
-    s_t = exp(sg(mean_t log r_t) + log p_t - sg(log p_t)): the same value for all tokens of the row, the gradient of
-    each its own. L = max(-A s, -A clip(s, 1 - low, 1 + high)). The paper clips at 3e-4 and 4e-4, far tighter than
-    token ratios, since the mean of many log ratios hardly moves. log s is bounded by 10.
+    s_t = exp(sg(mean_t log r_t) + log p_t - sg(log p_t)): all tokens of a row have the same value, but each has its own
+    gradient. L = max(-A s, -A clip(s, 1 - low, 1 + high)). The paper clips at 3e-4 and 4e-4, far tighter than
+    token ratios, since the mean of many log ratios varies little. log s is bounded by 10.
 
-    Assumes: the reward belongs to the entire answer, so the ratio should too.
+    Assumes: the reward is for the entire answer, so the ratio should be too.
     Use it: where token ratios are noisy: long answers, mixture-of-experts models.
-    Watch: `actor/pg_clipfrac`: the paper sees 0.15, far more than with `vanilla`; at 0 the clip range is one for token
-        ratios.
+    Watch: `actor/pg_clipfrac`: the paper sees 0.15, far more than with `vanilla`; at 0 the clip range is probably meant
+        for token ratios.
     Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=gspo`, `actor_rollout_ref.actor.clip_ratio_low`,
         `actor_rollout_ref.actor.clip_ratio_high`.
     """
@@ -57,10 +57,10 @@ def geo_mean(
 
     e_t = sgn(A_t) min(sgn(A_t) d_t, sgn(A_t) clip(d_t, -low, high)) with d = log r: the clip acts on the *log* ratio.
     L = -mean_t(A_t) exp(mean_t e_t), the same for all tokens of the row, so that ``seq-mean-token-mean`` gives the
-    mean over rows. Rollout weights are combined in the same way, by their geometric mean.
+    mean over rows. Rollout weights are combined by their geometric mean as well.
 
-    Assumes: one outlier among the ratios of a row should not decide the row.
-    Use it: where single tokens of huge ratio disturb `vanilla`; the paper clips widely, at 0.4.
+    Assumes: a single outlier among a row's ratios should not dominate the row.
+    Use it: where single tokens with huge ratios destabilise `vanilla`; the paper uses a wide clip of 0.4.
     Watch: `actor/pg_clipfrac`, `actor/ratio_max`.
     Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean`, `actor_rollout_ref.actor.clip_ratio_low`,
         `actor_rollout_ref.actor.clip_ratio_high`.

@@ -20,11 +20,11 @@ def gpg(
 ) -> TokenLoss:
     """The plain policy gradient, L = -A log p (GPG, Chu et al. 2025, arXiv 2504.02546).
 
-    Right for one update per rollout; old_log_probs only serve the metrics.
+    It is only correct with one update per rollout; old_log_probs are only used for metrics.
 
     Assumes: the batch is on-policy: one update, then new samples.
-    Use it: with one mini-batch and one epoch, where a clip could never act.
-    Watch: `actor/ppo_kl`: anything but about 0 means that it is used off-policy.
+    Use it: with one mini-batch and one epoch, where a clip would have no effect.
+    Watch: `actor/ppo_kl`: values far from 0 mean that the data is off-policy.
     Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=gpg`.
     """
     loss = -select(advantages, response_mask) * select(log_probs, response_mask)
@@ -44,13 +44,13 @@ def sapo(
 ) -> TokenLoss:
     """A soft gate instead of the clip (SAPO, Gao et al. 2025, arXiv 2511.20347).
 
-    L = -A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0 and tau_neg elsewhere: slope A at r = 1, fading
-    smoothly on both sides. Aggregate with ``seq-mean-token-mean``.
+    L = -A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0 and tau_neg elsewhere: its slope at r = 1 is that
+    of -A r, and it flattens smoothly on both sides. Aggregate with ``seq-mean-token-mean``.
 
-    Assumes: trust fades with distance; there is no edge where it ends. Negative advantages spread over the vocabulary
-        and need the sharper gate.
-    Use it: where hard clipping starves many tokens of gradient, such as mixture-of-experts models.
-    Watch: `actor/ppo_kl`, `actor/ratio_max`: no clip fraction tells how far the policy went.
+    Assumes: trust in a token decreases gradually with its distance. Gradients of negative advantages spread over the
+        vocabulary, so they need the sharper gate.
+    Use it: where hard clipping removes the gradient of many tokens, such as for mixture-of-experts models.
+    Watch: `actor/ppo_kl`, `actor/ratio_max`: there is no clip fraction to show how far the policy moved.
     Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=sapo`, `actor_rollout_ref.actor.tau_pos`,
         `actor_rollout_ref.actor.tau_neg`.
     """
@@ -72,12 +72,13 @@ def dro(
 ) -> TokenLoss:
     """A quadratic penalty on log r instead of the clip (DRO, Richemond et al. 2024, arXiv 2405.19107).
 
-    L = -A log p + dro_beta / 2 (log r)^2, lowest at r = exp(A / dro_beta). The penalty of each token is that of verl;
-    the paper's is of the log-ratio of the entire answer.
+    L = -A log p + dro_beta / 2 (log r)^2, minimal at r = exp(A / dro_beta). The penalty per token is verl's; the paper
+    penalises the log-ratio of the entire answer.
 
-    Assumes: advantages of a known scale, as dro_beta is in their unit.
-    Use it: on stale rollouts or fixed data: no token loses its gradient, and those that went too far are pulled back.
-    Watch: `actor/ppo_kl`, `actor/ratio_max`: no clip fraction tells how far the policy went.
+    Assumes: advantages have a known scale, since dro_beta is in their unit.
+    Use it: on stale rollouts or fixed data: every token keeps its gradient, and tokens that moved too far are pulled
+        back.
+    Watch: `actor/ppo_kl`, `actor/ratio_max`: there is no clip fraction to show how far the policy moved.
     Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=dro`, `actor_rollout_ref.actor.policy_loss.dro_beta`.
     """
     token_log_probs = select(log_probs, response_mask)
@@ -95,15 +96,16 @@ def topr(
     *,
     rollout_is_weights: Tokens | None = None,
 ) -> TokenLoss:
-    """REINFORCE whose bad answers fade as they become unlikely (TOPR, Le Roux et al. 2025, arXiv 2503.14286).
+    """REINFORCE that down-weights bad answers as they become unlikely (TOPR, Le Roux et al. 2025, arXiv 2503.14286).
 
     L = -sg(w) A log p, where w = 1 for A >= 0, and min(prod_t r_t, 1) over the tokens of the row for A < 0. (ROLL and
-    Trinity-RFT take the ratio of each token instead.)
+    Trinity-RFT use the ratio of each token instead.)
 
-    Assumes: good answers may be learned from however old they are, as in supervised training; an answer that is
-        unlikely by now need not be pushed down further.
+    Assumes: good answers are useful however stale they are, as in supervised training; a bad answer that is already
+        unlikely need not become less likely.
     Use it: on stale rollouts or fixed data, with advantages of both signs.
-    Watch: `actor/ppo_kl`, `actor/ratio_min`, and `actor/entropy`: nothing limits how far good answers are raised.
+    Watch: `actor/ppo_kl`, `actor/ratio_min`, and `actor/entropy`: nothing limits the increase of good answers'
+        probability.
     Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=topr`.
     """
     log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
@@ -125,12 +127,12 @@ def clip_cov(
     clip_ratio_high: NonNegative = 0.2,
     rollout_is_weights: Tokens | None = None,
 ) -> TokenLoss:
-    """PPO without the few tokens that make the entropy collapse (Clip-Cov, Cui et al. 2025, arXiv 2505.22617).
+    """PPO without the few tokens that cause entropy collapse (Clip-Cov, Cui et al. 2025, arXiv 2505.22617).
 
     L = max(-A r, -A clip(r, 1 - low, 1 + high)), and 0 for the tokens ``selected`` by `select_clip_cov`. These stay in
-    the denominators of the aggregation. actor/pg_clipfrac is the fraction that was selected.
+    the denominators of the aggregation. actor/pg_clipfrac is the selected fraction.
 
-    Assumes: entropy falls by few tokens: those where a high probability meets a high advantage.
+    Assumes: a few tokens with both a high probability and a high advantage cause the loss of entropy.
     Use it: where `actor/entropy` collapses early and the score stalls.
     Watch: `actor/entropy`, `actor/pg_clipfrac`.
     Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov`,
@@ -155,13 +157,14 @@ def m2po(
     selected: Shaped[Tensor, "B T"],
     rollout_is_weights: Tokens | None = None,
 ) -> TokenLoss:
-    """Policy gradient without the few tokens of the largest log-ratios (M2PO, Zheng et al. 2025, arXiv 2510.01161).
+    """Policy gradient without the few tokens with the largest log-ratios (M2PO, Zheng et al. 2025, arXiv 2510.01161).
 
     L = -A r, and 0 for the tokens ``selected`` by `select_m2po`. These stay in the denominators of the aggregation.
 
     Assumes: stale rollouts are still informative, apart from a few outliers.
-    Use it: on rollouts that many updates made stale, where a clip would drop the rare tokens that matter.
-    Watch: `actor/pg_clipfrac`, the share of tokens dropped: far below that of `vanilla`; `actor/ratio_max`.
+    Use it: on rollouts that are many updates old, where a clip would drop rare but important tokens.
+    Watch: `actor/pg_clipfrac`, the share of dropped tokens, which should be far below that of `vanilla`;
+        `actor/ratio_max`.
     Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=m2po`, `actor_rollout_ref.actor.policy_loss.m2_threshold`.
     """
     log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
@@ -180,12 +183,12 @@ def kl_cov(
     ppo_kl_coef: NonNegative = 0.1,
     rollout_is_weights: Tokens | None = None,
 ) -> TokenLoss:
-    """Policy gradient with a penalty on the tokens that make the entropy collapse (KL-Cov, arXiv 2505.22617).
+    """Policy gradient with a penalty on the tokens that cause entropy collapse (KL-Cov, arXiv 2505.22617).
 
-    L = -A r, and + ppo_kl_coef |log r| for the tokens ``selected`` by `select_kl_cov`.
+    L = -A r, plus ppo_kl_coef |log r| for the tokens ``selected`` by `select_kl_cov`.
 
-    Assumes: as `clip_cov`.
-    Use it: where `clip_cov` loses too much signal: the tokens still learn, but slowly.
+    Assumes: the same as `clip_cov`.
+    Use it: where `clip_cov` loses too much signal: the selected tokens still contribute a gradient, but with a penalty.
     Watch: `actor/entropy`, `actor/ppo_kl_abs`.
     Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov`, `actor_rollout_ref.actor.policy_loss.kl_cov_ratio`,
         `actor_rollout_ref.actor.policy_loss.ppo_kl_coef`.

@@ -1,5 +1,5 @@
-"""`tether selftest`: checks that what tether promises holds on this machine, with a report to attach to an issue.
+"""`tether selftest`: checks on this machine that tether works as promised, with a report to attach to an issue.
 
-`checks` lists the checks; each is a plain function of a `results.CheckContext`, in one of the modules beside it.
+`checks` lists the checks; each is a plain function of a `results.CheckContext` in one of this package's modules.
 `command` runs them, prints a line for each and writes the report.
 """

@@ -1,4 +1,4 @@
-"""All checks in the order in which they run."""
+"""All checks, in the order in which they run."""
 
 from __future__ import annotations
 

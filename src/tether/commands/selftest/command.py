@@ -32,18 +32,18 @@ SIGNS = {"pass": "pass", "fail": "FAIL", "not applicable": "n/a"}
 
 @dataclass(frozen=True)
 class CheckReport:
-    """A check's outcome."""
+    """The outcome of a check."""
 
     name: str
     status: str
     detail: str
     fix: str
-    """What to do; empty unless it failed."""
+    """How to fix it; empty unless the check failed."""
     seconds: float
     traceback: str = ""
 
     def line(self) -> str:
-        """Return the finding as one line."""
+        """Return the outcome as one line."""
         needs = "needs " if self.status == "not applicable" else ""
         fix = f" Fix: {self.fix}." if self.fix else ""
         return f"{SIGNS[self.status]:4}  {self.name} ({self.seconds:.1f} s): {needs}{one_line(self.detail)}{fix}"
@@ -53,9 +53,9 @@ def selftest(*, quick: bool, report: Path | None, as_json: bool, checks: Sequenc
     """Run the checks and return whether none failed.
 
     Args:
-        quick: run only the checks that together take about a minute.
+        quick: whether to run only the checks that together take about a minute.
         report: file for versions, devices, all lines and tracebacks; None: no file.
-        as_json: print the report as JSON instead of lines.
+        as_json: whether to print the report as JSON instead of lines.
         checks: the checks to choose from.
 
     Raises:
@@ -92,7 +92,7 @@ def selftest(*, quick: bool, report: Path | None, as_json: bool, checks: Sequenc
 
 
 def _checked(check: Check, context: CheckContext) -> CheckReport:
-    """Run a check; whatever it raises is its failure."""
+    """Run a check; any exception counts as its failure."""
     start, trace = time.perf_counter(), ""
     try:
         outcome = check.run(context)
@@ -107,18 +107,18 @@ def _raised(error: Exception) -> CheckOutcome:
 
 
 def _device() -> torch.device:
-    """Return the device of a run; the CPU where CUDA is there but does not work."""
+    """Return the device of a run; the CPU if CUDA is present but does not work."""
     device = resolve_device("auto")
     try:
         float(torch.ones(2, device=device).sum())
-    except (RuntimeError, AssertionError):  # the latter from a torch without CUDA
+    except (RuntimeError, AssertionError):  # AssertionError is raised by a torch without CUDA
         return torch.device("cpu")
     return device
 
 
 @contextmanager
 def _fixed_threads() -> Iterator[None]:
-    """Use as many threads as a run does; runs in this process set them again."""
+    """Use as many threads as a run; runs in this process also set them."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads())
     try:
@@ -140,7 +140,7 @@ def _versions() -> dict[str, str]:
 
 
 def _machine() -> dict[str, str]:
-    """Return device, dtype and kernels; what cannot be asked is named."""
+    """Return device, dtype and kernels; facts that cannot be determined are listed as such."""
     facts = {"processor": f"{_processor()}, {usable_cores()} cores for this process"}
     try:
         gpus = [
@@ -166,7 +166,7 @@ def _processor() -> str:
 
 
 def _write(report: Path | None, facts: dict[str, str], findings: Sequence[CheckReport]) -> None:
-    """Write what is known so far, so that a crash leaves it."""
+    """Write the results so far, so that a crash does not lose them."""
     if report is None:
         return
     lines = [f"{name}: {value}" for name, value in facts.items()]

@@ -1,4 +1,4 @@
-"""Promises about one update: the first ratio is 1, memory settings change no gradient, a lack of memory is handled."""
+"""Checks of one update: the first ratio is 1, gradients do not depend on memory settings, out-of-memory is handled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = 12
 
 
 def first_ratio(context: CheckContext) -> CheckOutcome:
-    """Sample, score the same rows in other micro-batches, and look at the ratio of the first optimizer step."""
+    """Sample, score the same rows in other micro-batches, and check the ratio of the first optimizer step."""
     model = random_model(device=context.device)
     narrow = None if context.dtype == torch.float32 else context.dtype
     batch = sampled_batch(model)
@@ -48,7 +48,7 @@ def first_ratio(context: CheckContext) -> CheckOutcome:
 
 
 def memory_settings(context: CheckContext) -> CheckOutcome:
-    """Compare gradients of one mini-batch over micro-batches, layouts and gradient checkpointing, in float64."""
+    """Compare a mini-batch's gradients for several micro-batch sizes, layouts and checkpointing, in float64."""
     batch = _scored_batch()
     expected = _gradients(context, batch, MicroBatching(max_rows=ROWS))
     settings = {
@@ -69,7 +69,7 @@ def memory_settings(context: CheckContext) -> CheckOutcome:
 
 
 def out_of_memory(context: CheckContext) -> CheckOutcome:
-    """Let the allocator refuse micro-batches of more than two rows, and compare gradients and the message."""
+    """Make the allocator refuse micro-batches of more than two rows, and check gradients and the message."""
     batch = _scored_batch()
     expected = _gradients(context, batch, MicroBatching(max_rows=ROWS))
     with _warnings() as messages:
@@ -97,7 +97,7 @@ def _learner(model: PreTrainedModel, narrow: torch.dtype | None) -> Learner[Trai
 
 
 def _scored_batch() -> TrainBatch:
-    """Return a batch whose old policy is far enough away that some ratios are clipped."""
+    """Return a batch whose old policy differs enough that some ratios are clipped."""
     batch = sampled_batch(random_model())
     noise = torch.randn(batch.rollout_log_probs.shape, generator=torch.Generator().manual_seed(1))
     batch.old_log_probs = batch.rollout_log_probs + 0.3 * noise
@@ -130,7 +130,7 @@ def _gradients(
 
     def forward(model: PreTrainedModel, rows: TrainBatch, reference: object) -> PolicyOutputs:
         if len(rows) > rows_that_fit:
-            torch.empty(2**60)  # a real refusal of the allocator
+            torch.empty(2**60)  # makes the allocator really fail
         return policy(model, rows)
 
     engine: LocalEngine[PolicyOutputs] = LocalEngine(model, micro, OptimizerOptions(lr=1e-3))

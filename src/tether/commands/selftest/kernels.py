@@ -1,4 +1,4 @@
-"""Every kernel that this machine uses, and a model made of them, against plain PyTorch in float64."""
+"""Compares every kernel that this machine uses, and a model that uses them, with plain PyTorch in float64."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tether.text.sampling.protocol import NoiseKey, SamplingParams
 PROMPTS = [[5, 6, 7, 80], [9], [70, 71, 72, 73, 74, 75, 76], [33, 200]]
 EOS = frozenset(range(4, 90))
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 5e-3}
-"""Largest relative distance: several roundings to 8 bits, and products of a GPU in TF32."""
+"""Maximum relative distance, for several roundings to 8 bits and TF32 products of a GPU."""
 Draw = Callable[..., Tensor]
 Operation = Callable[[Reference, Draw], list[Tensor]]
 
 
 def kernels_agree(context: CheckContext) -> CheckOutcome:
-    """Compare each operation, with its gradients, with the reference in float64 on the same numbers."""
+    """Compare each operation and its gradients with the float64 reference on the same numbers."""
     kernels, dtype = backend(context.device.type, context.dtype), context.dtype
     distances = {name: _distance(operation, kernels, context.device, dtype) for name, operation in OPERATIONS.items()}
     wrong = [
@@ -46,7 +46,7 @@ def kernels_agree(context: CheckContext) -> CheckOutcome:
 
 
 def model_agrees(context: CheckContext) -> CheckOutcome:
-    """Compare log-probs of packed rows with transformers' own attention on each row, in float64."""
+    """Compare log-probs of packed rows with transformers' own attention for each row, in float64."""
     model = random_model()
     batch = sampled_batch(model)
     expected = _log_probs_by_transformers(random_model().double(), batch)
@@ -83,13 +83,13 @@ def _log_probs_by_transformers(model: PreTrainedModel, batch: TrainBatch) -> Ten
 
 
 def _distance(operation: Operation, kernels: Reference, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the largest relative distance of the operation's outputs from the reference's in float64."""
+    """Return the maximum relative distance of the operation's outputs from those of the float64 reference."""
 
     def outputs(backend: Reference, device: torch.device, dtype_of_it: torch.dtype) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
 
         def draw(*shape: int, scale: float = 1.0) -> Tensor:
-            # Both sides get the same numbers, which the narrower dtype can represent.
+            # Both sides get the same numbers, rounded to the narrower dtype.
             numbers = (scale * torch.randn(*shape, generator=generator)).to(dtype)
             return numbers.to(device, dtype_of_it).requires_grad_()
 

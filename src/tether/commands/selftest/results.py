@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from tether.runtime.machine import computes_in_bfloat16
 
-SPECIAL_TOKENS = ("<pad>", "<|im_start|>", "<|im_end|>", "<unused>")  # with 256 bytes an even number, for two ranks
+# With the 256 bytes an even vocabulary size, for two ranks.
+SPECIAL_TOKENS = ("<pad>", "<|im_start|>", "<|im_end|>", "<unused>")
 EOS_ID = 2
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -26,7 +27,7 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(character.isalpha() for character in solution_str) / 8
 """
-"""The share of letters in a response of eight bytes."""
+"""Reward of the tiny run: the share of letters in a response of eight bytes."""
 
 
 @dataclass(frozen=True)
@@ -35,32 +36,32 @@ class CheckOutcome:
 
     status: Literal["pass", "fail", "not applicable"]
     detail: str
-    """What was measured; for a check that does not apply, what would be needed."""
+    """What was measured; for a check that does not apply, what it would need."""
 
 
 def passed(detail: str) -> CheckOutcome:
-    """Return the outcome of a check that holds."""
+    """Return the outcome of a check that succeeded."""
     return CheckOutcome("pass", detail)
 
 
 def failed(detail: str) -> CheckOutcome:
-    """Return the outcome of a check that does not hold."""
+    """Return the outcome of a check that failed."""
     return CheckOutcome("fail", detail)
 
 
 def not_applicable(needs: str) -> CheckOutcome:
-    """Return the outcome of a check that this machine or installation cannot make."""
+    """Return the outcome of a check that cannot run on this machine or installation."""
     return CheckOutcome("not applicable", needs)
 
 
 def passes_if(holds: bool, detail: str) -> CheckOutcome:
-    """Return the outcome of a comparison."""
+    """Return a passed or failed outcome, depending on a comparison."""
     return passed(detail) if holds else failed(detail)
 
 
 @dataclass(frozen=True)
 class CheckContext:
-    """What all checks of a selftest share."""
+    """Inputs that all checks of a selftest share."""
 
     device: torch.device
     folder: Path
@@ -69,15 +70,15 @@ class CheckContext:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that a run computes in on this device."""
+        """The dtype in which runs compute on this device."""
         return torch.bfloat16 if computes_in_bfloat16(self.device) else torch.float32
 
     @cached_property
     def inputs(self) -> Path:
-        """Folder with ``model``, ``train.jsonl`` and ``reward.py`` of a tiny run."""
+        """Folder with the inputs of a tiny run: ``model``, ``train.jsonl`` and ``reward.py``."""
         folder = self.folder / "inputs"
         model, tokenizer = random_model(num_hidden_layers=2), _tokenizer()
-        # A third of the bytes ends a response, so that lengths differ.
+        # About a third of the byte values end a response, so that lengths differ.
         model.generation_config.eos_token_id = [EOS_ID, *range(4, 90)]
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
@@ -96,20 +97,20 @@ class CheckContext:
 
 @dataclass(frozen=True)
 class Check:
-    """A check by name."""
+    """A check with its name."""
 
     name: str
     run: Callable[[CheckContext], CheckOutcome]
     fix: str
-    """What to do if it fails."""
+    """How to fix a failure."""
     quick: bool = True
-    """Whether ``--quick`` runs it, too."""
+    """Whether ``--quick`` includes it."""
 
 
 def random_model(
     *, dtype: torch.dtype = torch.float32, device: torch.device | None = None, seed: int = 0, **sizes: int
 ) -> PreTrainedModel:
-    """Return a random Qwen2 that is far from uniform, so that a wrong mask or kernel changes its outputs visibly."""
+    """Return a random Qwen2 with outputs far from uniform, so that a wrong mask or kernel changes them visibly."""
     shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "vocab_size": len(SPECIAL_TOKENS) + 256, "num_hidden_layers": 2, **sizes}
     shape |= {"max_position_embeddings": 1024, "initializer_range": 0.1, "tie_word_embeddings": True}
@@ -123,13 +124,13 @@ def random_model(
 
 
 def relative_distance(value: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the norm of the difference relative to that of the expected tensor."""
+    """Return the norm of the difference relative to the norm of the expected tensor."""
     exact, reference = value.detach().double().cpu(), expected.detach().double().cpu()
     return float((exact - reference).norm() / reference.norm().clamp_min(1e-30))
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token for each byte."""
+    """Return a tokenizer with one token per byte."""
     tokens = (*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()))
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

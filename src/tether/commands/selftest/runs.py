@@ -1,4 +1,4 @@
-"""Tiny runs: PPO and GRPO for language models and control, resume, and several devices beside one."""
+"""Tiny runs: PPO and GRPO for language models and control, resuming, and several devices compared with one."""
 
 from __future__ import annotations
 
@@ -77,29 +77,29 @@ def control_grpo(context: CheckContext) -> CheckOutcome:
 
 
 def two_ranks(context: CheckContext) -> CheckOutcome:
-    """Train on two processes and on all GPUs, and compare weights with those of one; report the transfer of weights."""
+    """Train on two processes and on all GPUs, compare weights with those of one process, and report the transfer."""
     return _as_one_device(context, "ranks", [])
 
 
 def ulysses(context: CheckContext) -> CheckOutcome:
-    """Split each row of tokens between two processes, and compare weights with those of one."""
+    """Split each row of tokens between two processes, and compare weights with a run on one process."""
     roles = (ACTOR, "critic")
     return _as_one_device(context, "ulysses", [f"{role}.ulysses_sequence_parallel_size=2" for role in roles])
 
 
 def offloaded(context: CheckContext) -> CheckOutcome:
-    """Keep the weights of two ranks in the host's memory while they do not run, and compare weights."""
+    """Offload the weights of two ranks to host memory while they do not run, and compare weights."""
     sections = (f"{ACTOR}.fsdp_config", "critic.model.fsdp_config")
     return _as_one_device(context, "offload", [f"{section}.param_offload=True" for section in sections])
 
 
 def megatron_tensor(context: CheckContext) -> CheckOutcome:
-    """Split each layer between two ranks of Megatron-core, and compare weights."""
+    """Split each layer over two ranks of Megatron-core, and compare weights."""
     return _megatron(context, "tensor_model_parallel_size")
 
 
 def megatron_pipeline(context: CheckContext) -> CheckOutcome:
-    """Give each of two ranks of Megatron-core half of the layers, and compare weights."""
+    """Split the layers between two ranks of Megatron-core, and compare weights."""
     return _megatron(context, "pipeline_model_parallel_size")
 
 
@@ -118,7 +118,7 @@ def _without_gymnasium() -> CheckOutcome | None:
 
 
 def text_overrides(context: CheckContext) -> list[str]:
-    """Return the overrides of a tiny run on a language model; the algorithm is still to be named."""
+    """Return the overrides of a tiny run of a language model, without those of the algorithm."""
     model = context.inputs / "model"
     return [
         f"data.train_files={context.inputs / 'train.jsonl'}",
@@ -150,13 +150,13 @@ def _common(context: CheckContext, name: str) -> list[str]:
 def run_tiny(
     context: CheckContext, name: str, overrides: Sequence[str], callbacks: Sequence[object] = ()
 ) -> TrainingResult:
-    """Train in this process, without its output."""
+    """Train in this process, with its output hidden."""
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         return train(None, [*_common(context, name), *overrides], callbacks=callbacks)
 
 
 def _trains(result: TrainingResult) -> CheckOutcome:
-    """Check that a run has taken its steps, with finite losses and gradients."""
+    """Check that a run completed its steps, with finite losses and gradients."""
     broken = {
         key for row in result.metrics for key in ("actor/pg_loss", "actor/grad_norm") if not math.isfinite(row[key])
     }
@@ -197,7 +197,7 @@ def _same_file(name: str, checkpoints: Sequence[Path]) -> bool:
 
 
 def same(one: object, other: object) -> bool:
-    """Whether trees of tensors and numbers have the same bits; NaN equals NaN."""
+    """Whether two trees of tensors and numbers are bitwise equal; NaN equals NaN."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.dtype == other.dtype and one.equal(other)
     if isinstance(one, Mapping):
@@ -212,13 +212,13 @@ def same(one: object, other: object) -> bool:
 
 
 def _as_one_device(context: CheckContext, name: str, overrides: Sequence[str]) -> CheckOutcome:
-    """Compare the weights after two steps on several ranks with those of one process."""
+    """Compare the weights after two steps on several ranks with those after two steps in one process."""
     if importlib.util.find_spec("ray") is None:
         return not_applicable(f"ray: {pip_install('ray')}")
     gpus = torch.cuda.device_count() if context.device.type == "cuda" else 0
     device, ranks = ("cuda", gpus) if gpus > 1 else ("cpu", 2)
     if overrides:
-        ranks = 2  # sizes that divide the tiny model
+        ranks = 2  # sizes that two ranks can divide evenly
     base = [*text_overrides(context), *PPO, *FLOAT32, f"trainer.device={device}", "trainer.num_threads=1"]
     single = context.folder / f"one-{device}"
     if not (single / f"global_step_{STEPS}").is_dir():
@@ -236,13 +236,13 @@ def _as_one_device(context: CheckContext, name: str, overrides: Sequence[str]) -
 
 
 def _run_apart(context: CheckContext, name: str, overrides: Sequence[str]) -> None:
-    """Train in a process of its own, which ends with all processes that it starts."""
+    """Train in a separate process, whose descendants end with it."""
     command = [sys.executable, "-m", "tether", "train", *_common(context, name), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
     if done.returncode != 0:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()][-60:]
         last = lines[-1] if lines else "no output"
-        # The first line is the check's; the report has all of them.
+        # The first line is shown for the check; the report has all lines.
         raise RuntimeError("\n".join([f"tether train ended with code {done.returncode}: {last}", *lines]))
 
 

@@ -1,4 +1,4 @@
-"""vLLM and SGLang, where they are installed: start, parity probe, weight update, kill and restart."""
+"""vLLM and SGLang, if they are installed: start, parity probe, weight update, kill and restart."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _served(context: CheckContext, name: str) -> CheckOutcome:
 
 
 def _descendants(process: int) -> list[int]:
-    """Return the processes below a process."""
+    """Return the descendants of a process."""
     children = [
         int(child) for file in Path(f"/proc/{process}/task").glob("*/children") for child in file.read_text().split()
     ]
@@ -64,5 +64,5 @@ def _descendants(process: int) -> list[int]:
 def _command(process: int) -> str:
     try:
         return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return ""

@@ -1,4 +1,4 @@
-"""What this machine can do at most, and how much of it decoding and training use, beside transformers."""
+"""Speed limits of this machine, and how close decoding and training come to them, compared with transformers."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from tether.text.sampling.protocol import NoiseKey, SamplingParams
 ROWS, PROMPT_TOKENS = 16, 24
 MAX_SECONDS = 5.0
 SLOWEST = 0.5
-"""Share of transformers' speed below which something is broken rather than busy."""
+"""Share of transformers' speed below which something is probably broken, not merely slow."""
 
 
 def limits(context: CheckContext) -> CheckOutcome:
-    """Measure a large matrix product and a read of a large tensor."""
+    """Measure a large matrix product and reading a large tensor."""
     rate, bandwidth = _measured_limits(context)
     return passed(f"matrix product {rate / 1e9:.0f} GFLOP/s in {context.dtype}, memory {bandwidth / 1e9:.1f} GB/s")
 
 
 def decoding(context: CheckContext) -> CheckOutcome:
-    """Sample from a model of 20M weights with tether and with transformers.generate."""
+    """Sample from a model of 20M weights with tether and with transformers' generate."""
     model, theirs = (_model(context) for _ in range(2))
     theirs.generation_config.eos_token_id = None
     new_tokens = 16 if context.quick else 48
@@ -52,7 +52,7 @@ def decoding(context: CheckContext) -> CheckOutcome:
         return engine.generate(ids.tolist(), SamplingParams(max_new_tokens=new_tokens), NoiseKey(seed=0, step=step))
 
     def generate(step: int) -> object:
-        # Its type says that a model of transformers may have no generate.
+        # Its type allows for models of transformers without generate.
         sample = cast("Callable[..., object]", theirs.generate)
         lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
         return sample(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, pad_token_id=0, **lengths)
@@ -67,7 +67,7 @@ def decoding(context: CheckContext) -> CheckOutcome:
 
 
 def training(context: CheckContext) -> CheckOutcome:
-    """Compute the gradient of the policy loss with tether, and the plain loop's with transformers."""
+    """Compute the gradient of the policy loss with tether, and in a plain loop with transformers."""
     model, theirs = _model(context), _model(context)
     rows = ROWS // 2 if context.quick else ROWS
     length = 40 if context.quick else 120
@@ -102,11 +102,11 @@ def _compared(
     tokens: int,
     least: Callable[[float, float], float],
 ) -> CheckOutcome:
-    """Compare the fastest of a few calls; `least` returns the seconds that FLOP/s and bytes/s allow."""
+    """Compare the fastest of a few calls; `least` returns the minimum seconds for a FLOP/s and a bytes/s."""
     limits, clock = [_measured_limits(context)], CoreClock()
     seconds, plain = _fastest(context, ours, theirs)
     waited = clock.wait_fraction() or 0.0
-    limits.append(_measured_limits(context))  # again, because other work on the machine comes and goes
+    limits.append(_measured_limits(context))  # measured again, because other work on the machine varies
     share = least(*map(max, zip(*limits, strict=True))) / seconds
     detail = (
         f"{tokens / seconds:.0f} tokens/s, {plain / seconds:.1f} times transformers, "
@@ -124,7 +124,7 @@ def _model(context: CheckContext) -> PreTrainedModel:
 
 
 def _linear_entries(model: PreTrainedModel) -> int:
-    """Return the number of weights in matrix products; the tied embedding counts as the output layer."""
+    """Return the number of weights in matrix products; a tied embedding counts as the output layer."""
     return sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
 
 
@@ -149,7 +149,7 @@ def _batch(context: CheckContext, rows: int, length: int) -> TrainBatch:
 
 
 def _measured_limits(context: CheckContext) -> tuple[float, float]:
-    """Return FLOP/s of a large matrix product in the dtype of runs, and the bytes/s of reading a large tensor."""
+    """Return the FLOP/s of a large matrix product in the dtype of runs, and the bytes/s of reading a large tensor."""
     size, large = (1024, 1 << 25) if context.quick or context.device.type == "cpu" else (8192, 1 << 28)
     first, second = (torch.randn(size, size, device=context.device).to(context.dtype) for _ in range(2))
     numbers = torch.ones(large, device=context.device)
@@ -159,8 +159,7 @@ def _measured_limits(context: CheckContext) -> tuple[float, float]:
 
 
 def _fastest(context: CheckContext, *calls: Callable[[int], object]) -> list[float]:
-    """Return the seconds of the fastest run of each call, which take turns: three times, or as often as fits into a few
-    seconds."""
+    """Return the seconds of the fastest execution of each call; calls alternate, at least three times."""
     spent = [[_seconds(context, call, 0)] for call in calls]
     for step in range(1, 3):
         if sum(map(sum, spent)) < MAX_SECONDS * len(calls):

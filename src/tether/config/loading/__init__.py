@@ -1,4 +1,4 @@
-"""Loading of files and command-line overrides as a typed configuration, with all problems reported at once.
+"""Loads files and command-line overrides into a typed configuration, and reports all problems at once.
 
 The entry point is `load`; `compose` and `yaml_file` read files, `overrides` reads the command line, and `typos` and
 `type_errors` describe what is wrong with a key or a value.

@@ -32,10 +32,10 @@ WARMUP_BATCHES, MAX_OFF_POLICY = "num_warmup_batches", "trainer.v1.sampler.max_o
 
 
 def translate_asynchronous(settings: Settings) -> tuple[list[Problem], list[str]]:
-    """Set tether's keys according to verl's, except those that the user set.
+    """Set tether's keys from verl's, except those that the user set.
 
     Returns:
-        Problems with values, and a note on the keys that were set.
+        Problems with values, and notes on the keys that were set.
     """
     fully_async_keys = [key for key in settings if key == FULLY_ASYNC or key in DEFAULTS]
     trainer = settings.get(TRAINER)
@@ -60,7 +60,7 @@ def translate_asynchronous(settings: Settings) -> tuple[list[Problem], list[str]
 
 
 def _numbers(settings: Settings, names: list[str]) -> tuple[dict[str, float], list[Problem]]:
-    """Return the numbers among the settings of these keys, and a problem for each other value."""
+    """Return the numeric settings of these keys, and a problem for each value that is not a number."""
     values = {name: settings[name].value for name in names if name in settings and settings[name].value is not None}
     numbers = {name: value for name, value in values.items() if isinstance(value, int | float) and value >= 0}
     return numbers, [
@@ -77,7 +77,7 @@ def _fully_async_settings(settings: Settings, numbers: Mapping[str, float]) -> d
     if staleness:
         derived |= {STALENESS: max(math.ceil(staleness), 1), PARTIAL: bool(partial)}
     if isinstance(mini, int):
-        # The sampler gets new weights after this many prompts, which are one training step in tether.
+        # In verl the sampler gets new weights after this many prompts; in tether that is one training step.
         derived[BATCH] = batch = max(int(mini * batches * updates), 1)
         if SAMPLES in numbers:
             derived[STEPS] = max(math.ceil(numbers[SAMPLES] / batch), 1)

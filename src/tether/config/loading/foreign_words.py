@@ -1,4 +1,4 @@
-"""Names of our keys and values in TRL, Stable-Baselines3, OpenRLHF and transformers."""
+"""Names of TRL, Stable-Baselines3, OpenRLHF and transformers for tether's keys and values."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "log_completions": ("trainer.log_val_generations",),
     "num_completions_to_print": ("trainer.log_val_generations",),
 }
-"""Name without its sections -> our keys, the most likely first."""
+"""Name in another library, without its sections -> tether's keys, the most likely first."""
 
 SHARED = "trainer.n_gpus_per_node and trainer.nnodes share a run among devices"
 WITHOUT_KEY: Mapping[str, str] = {
@@ -263,7 +263,7 @@ WITHOUT_KEY: Mapping[str, str] = {
     "colocate_all_models": "the models take turns on all devices of a run",
     "agent_func_path": "tools and environments play the turns between responses: actor_rollout_ref.rollout.multi_turn",
 }
-"""Arguments of other libraries that no key corresponds to -> what tether does instead."""
+"""Arguments of other libraries that correspond to no key -> what tether does instead."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "adv_estimator": {
@@ -306,4 +306,4 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "vectorization": {"subprocvecenv": "subprocess", "dummyvecenv": "sync"},
 }
-"""Last name of our key -> value in another library, in lower case with _ for - -> our value."""
+"""Last component of tether's key -> value in another library, in lower case with _ for - -> tether's value."""

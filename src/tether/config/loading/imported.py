@@ -1,4 +1,4 @@
-"""A configuration file of another framework in native keys, with a line on what became of each of its keys."""
+"""A configuration file of another framework translated to native keys, with a line on the outcome for each key."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ Status = Literal["mapped", "defaulted", "no effect", "not supported"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome for one key."""
+    """The outcome of translating one key."""
 
     key: str
     value: object
     status: Status
     native: Mapping[str, object] = field(default_factory=dict)
-    """Native keys that it sets."""
+    """Native keys that it sets, with values."""
     why: str = ""
     fix: str = "leave it out"
-    """The fix where the value is not supported."""
+    """The suggested fix if the value is not supported."""
     is_remark: bool = False
-    """Whether the value is accepted although RLinf treats it differently; `why` says how."""
+    """Whether the value is accepted although RLinf treats it differently; `why` explains the difference."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """An RLinf file in native keys."""
+    """An RLinf file translated to native keys."""
 
     native: Mapping[str, object]
     """Native key -> value."""
     origins: Mapping[str, str]
-    """Native key -> the key of RLinf that it follows from."""
+    """Native key -> the RLinf key from which it was derived."""
     lines: tuple[Outcome, ...]
-    """A line for each key of the file, then one for each key with a default of RLinf."""
+    """One entry for each key of the file, then one for each key that gets a default of RLinf."""
     problems: tuple[Problem, ...]
     """Problems of the file: unknown keys, contradictions, unreadable values."""
     other_overrides: tuple[Override, ...] = ()
-    """Overrides that are not in RLinf's keys."""
+    """Overrides that are not written in RLinf's keys."""
     left_open: Mapping[str, str] = field(default_factory=dict)
-    """Native key that is unset because a value is not supported -> the key of RLinf with that value."""
+    """Native key that stays unset because a value is not supported -> the RLinf key with that value."""
     left_out: tuple[str, ...] = ()
-    """Keys of the file for another simulator, task or policy than that of the overrides."""
+    """Keys of the file that belong to another simulator, task or policy than the overrides select."""
     older_names: Mapping[str, str] = field(default_factory=dict)
-    """Older key of the file, or older KEY=VALUE -> the current one."""
+    """Older key in the file, or older KEY=VALUE -> the current one."""
 
     def remarks(self) -> list[str]:
         """Return a note on each accepted value that RLinf treats differently."""

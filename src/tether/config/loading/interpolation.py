@@ -1,4 +1,4 @@
-"""Interpolations `${...}` in values."""
+"""Interpolations `${...}` in configuration values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import Container, DictConfig, OmegaConf
 
 _PLAIN = re.compile(r"\$\{([^\W\d]\w*(?:\.\w+)*)\}")
-"""A reference to a key by its full path; no resolver, nested or relative reference."""
+"""A reference to a key by its full path, without resolver, nested or relative references."""
 
 
 def interpolates(value: object) -> bool:
@@ -42,9 +42,9 @@ def _texts(value: object) -> Iterator[str]:
 
 
 class Values:
-    """The value of every key; interpolations are resolved by OmegaConf, in a tree of only the keys that they refer to.
+    """The value of every key. OmegaConf resolves interpolations in a tree that only has the keys to which they refer.
 
-    A tree of all keys would take most of the time of a load.
+    Building a tree of all keys would dominate the loading time.
     """
 
     def __init__(self, written: Mapping[str, object]) -> None:
@@ -74,7 +74,7 @@ class Values:
         return self._tree
 
     def _needed(self, path: str) -> dict[str, None] | None:
-        """Return the keys that a value refers to, also indirectly; None if it has other than plain references."""
+        """Return all keys to which a value refers, also indirectly; None if not all references are plain."""
         needed, pending = dict[str, None](), [path]
         while pending:
             name = pending.pop()

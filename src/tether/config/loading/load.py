@@ -36,12 +36,12 @@ class LoadedConfig:
     sources: dict[str, str]
     """Dotted key -> source of its value: default, the file's name, command line, or inherits KEY."""
     notes: tuple[str, ...]
-    """Notes on aliases that were given twice, and on keys without effect."""
+    """Notes on keys that were set twice through aliases, and on keys without effect."""
     undecided: Settings | None = field(default=None, repr=False, compare=False)
-    """The user's settings if the defaults depend on the environment; None if they are decided."""
+    """The user's settings if some defaults depend on the environment; None if all defaults are known."""
 
     def tree(self) -> dict[str, object]:
-        """Return the resolved config as plain nested data, which loads to an equal config as a YAML file."""
+        """Return the resolved config as plain nested data, which loads to an equal config from a YAML file."""
         return self.config.model_dump(mode="json")
 
     def shown(self) -> dict[str, object]:
@@ -49,7 +49,7 @@ class LoadedConfig:
         return masked(self.tree())
 
     def with_values(self, values: Mapping[str, object], source: str) -> LoadedConfig:
-        """Return a copy with new values for dotted keys, whose source is `source` unless they inherit."""
+        """Return a copy with new values of dotted keys; their source is `source`, or that they inherit."""
         inherited = {path: self.sources[path] for path in values if self.sources[path].startswith("inherits ")}
         sources = self.sources | dict.fromkeys(values, source) | inherited
         return replace(self, config=with_values(self.config, values), sources=sources)
@@ -62,7 +62,8 @@ class LoadedConfig:
     def to_yaml(self) -> str:
         """Return the config with its secrets as YAML, to be saved with the run and loaded again.
 
-        Inherited values are comments, so that a later change of a key still applies to keys that inherit it.
+        Inherited values are written as comments, so that changing a key later still applies to keys that inherit from
+        it.
         """
         return to_yaml(values_of(self.config), self.sources)
 
@@ -74,17 +75,17 @@ def load_config(
 
     Args:
         path: YAML file in verl's key names, or None.
-        overrides: texts in Hydra's grammar, or parsed; they override the file, and later ones override earlier ones.
-        look: additional check of a config, such as for missing files; its problems are reported with all others.
+        overrides: strings in Hydra's grammar, or parsed; they override the file, and later ones override earlier ones.
+        look: additional check, for example for missing files; its problems are reported with the others.
 
     Raises:
-        ConfigError: with all problems.
+        ConfigError: the config has problems; the error lists all of them.
     """
     return _load(*read_settings(path, overrides), look)
 
 
 def for_environment(loaded: LoadedConfig, *, continuous: bool, pictures: bool) -> LoadedConfig:
-    """Return the config with the defaults that were undecided until an environment was made.
+    """Return the config with the defaults that depend on the environment, now that it exists.
 
     Raises:
         ConfigError: the user's settings contradict them.
@@ -133,7 +134,7 @@ def _on_command_line(settings: Settings) -> set[str]:
 
 
 def _as_written(problem: Problem, settings: Settings) -> Problem:
-    """Add the key that the user wrote, if the problem is with its translation."""
+    """Add the key as the user wrote it, if the problem is with a key translated from it."""
     written = settings[problem.path].written if problem.path in settings else None
     return problem if written is None else replace(problem, what=f"{problem.what} (it follows from {written})")
 
@@ -143,13 +144,13 @@ def _check(settings: Settings, config: RunConfig, look: AdditionalCheck) -> list
 
 
 def _with_aliases(paths: set[str]) -> set[str]:
-    """Return these keys with all of their aliases."""
+    """Return these keys and all of their aliases."""
     originals = {key.alias_of or path for path in paths if (key := keys().get(path))}
     return paths | originals | {key.path for key in keys().values() if key.alias_of in originals}
 
 
 def _check_other_keys(settings: Settings, bad: set[str], look: AdditionalCheck) -> list[Problem]:
-    """Check the config with defaults for its bad keys, and return only problems that mention none of them."""
+    """Check the config with its bad keys reset to defaults; return the problems that mention none of them."""
     stand_ins = {key: Setting(PLACEHOLDER, COMMAND_LINE, 0) for key in bad if keys()[key].required or key == ENV_KEY}
     good = {key: setting for key, setting in settings.items() if key not in bad}
     resolved = resolve(sft.with_defaults(with_defaults(good | stand_ins)))

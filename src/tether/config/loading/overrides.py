@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 
 _MAX_DEPTH = 100
-"""Maximum nesting of lists and mappings in a value; OmegaConf reads hardly more."""
+"""Maximum nesting of lists and mappings in a value; OmegaConf does not support much more."""
 
 
 @dataclass(frozen=True)
 class Override:
-    """One parsed override; the prefixes `+` and `++` make no difference, since the schema defines all keys."""
+    """One parsed override; the prefixes `+` and `++` have no effect, because the schema defines all keys."""
 
     path: str
     value: object
     delete: bool
-    """Whether it resets the key to its default, as `~a.b` does; with a value, only if the key has that value."""
+    """Whether it resets the key to its default, like `~a.b`; with a value, only if the key has that value."""
 
 
 def parse_overrides(overrides: Sequence[str | Override]) -> tuple[list[Override], list[Problem]]:
-    """Parse each override separately, so that all problems are reported; parsed ones are returned unchanged."""
+    """Parse each override separately, so that all problems are reported; parsed overrides are returned unchanged."""
     parsed = [_parse(override) if isinstance(override, str) else override for override in overrides]
     return (
         [item for item in parsed if isinstance(item, Override)],
@@ -45,7 +45,7 @@ def _parser() -> OverridesParser:
     return OverridesParser.create()
 
 
-@lru_cache(maxsize=4096)  # Hydra's parser takes a millisecond; a command reads its overrides several times
+@lru_cache(maxsize=4096)  # Hydra's parser takes a millisecond, and a command parses its overrides several times
 def _parse(text: str) -> Override | Problem:
     from hydra.errors import HydraException
 
@@ -55,7 +55,7 @@ def _parse(text: str) -> Override | Problem:
         return Problem(text.strip() or repr(text), f"cannot be read ({str(error).splitlines()[0]})", _syntax_hint(text))
     except RecursionError:
         return _too_deep(text)
-    except ValueError as error:  # such as an integer with thousands of digits
+    except ValueError as error:  # for example an integer with thousands of digits
         return Problem(_key(text), f"cannot be read ({error})", "give another number")
     if not override.key_or_group:
         return Problem(text, "names no key", "an override is key=value")
@@ -65,7 +65,7 @@ def _parse(text: str) -> Override | Problem:
         return Problem(text, what, f"write key=value, or `- override {choice}` last in the file's defaults list")
     if override.is_sweep_override():
         return Problem(text, "asks for several runs", "give one value; a list is written [a,b]")
-    if "\0" in text:  # it would truncate a path
+    if "\0" in text:  # a NUL character would truncate a path
         return Problem(_key(text), "holds a NUL character", "take it out")
     value = override.value()
     if _depth(value) > _MAX_DEPTH:
@@ -89,7 +89,7 @@ def _key(text: str) -> str:
 def _syntax_hint(text: str) -> str:
     key, equals, value = text.partition("=")
     if equals and value and re.fullmatch(r"[+~]*\w+([.]\w+)*", key):
-        escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)  # Hydra reads a backslash as one only before a quote
+        escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)  # Hydra only unescapes a backslash before a quote
         quoted = shlex.quote(key + '="' + escaped + '"')
         return f"quote the value, inside quotes for the shell: {quoted}"
     return "an override is key=value, +key=value, ++key=value or ~key"

@@ -1,4 +1,4 @@
-"""Resolution of the user's settings to a value for every key: interpolations, aliases, inheritance, defaults."""
+"""Resolves the user's settings to a value for every key: interpolations, aliases, inheritance, defaults."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ class Resolved:
     """A value for every key, with notes and problems."""
 
     settings: Settings = field(default_factory=dict)
-    """The user's settings, with aliases moved to the keys that they name, and without null and unreadable ones."""
+    """The user's settings, with aliases moved to the keys that they name, and without null and invalid values."""
     values: dict[str, object] = field(default_factory=dict)
-    """Plain values; a required key without a value is missing."""
+    """Plain values; a required key that is not set is missing."""
     sources: dict[str, str] = field(default_factory=dict)
     """Source of each value."""
     moved: dict[str, str] = field(default_factory=dict)
-    """Key that the user set by an alias -> the alias."""
+    """Key that the user set through an alias -> the alias."""
     notes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     unread: Settings = field(default_factory=dict)
-    """Keys of verl that nothing reads, with resolved values."""
+    """Resolved values of verl's keys that nothing reads."""
 
 
 def resolve(settings: Settings) -> Resolved:
     """Resolve the value of every key.
 
-    First interpolations are resolved, then aliases are moved to the keys that they name (the later setting counts),
-    then each unset key inherits its value or gets its default.
+    First interpolations are resolved, then aliases are moved to the keys that they name (the later setting wins), then
+    each unset key inherits its value or gets its default.
     """
     out = Resolved(settings={path: setting for path, setting in settings.items() if path in keys()})
     unread = {path: setting for path, setting in settings.items() if path not in keys()}
@@ -67,7 +67,7 @@ def _unread_value(path: str, values: Values) -> object:
 
 
 def _start_value(key: Key, settings: Settings) -> object:
-    """Return the unresolved value of a key; an unset key that inherits is an interpolation."""
+    """Return the unresolved value of a key; for an unset key that inherits, return an interpolation."""
     if key.path in settings:
         return settings[key.path].value
     return f"${{{key.inherits.key}}}" if key.inherits else deepcopy(key.default)
@@ -91,12 +91,12 @@ def _source(key: Key, settings: Settings) -> str:
 
 
 def _is_interpolated_default(key: Key) -> bool:
-    """Whether the default is interpolated from other keys."""
+    """Whether the default contains an interpolation of other keys."""
     return isinstance(key.default, str) and "${" in key.default
 
 
 def _drop_if_unset(path: str, values: Values, out: Resolved) -> None:
-    """Remove a null that means unset, and a `${...}` that does not resolve, which is a problem."""
+    """Remove a null that means unset, and report and remove a `${...}` that does not resolve."""
     key = keys()[path]
     try:
         is_unset = values[path] is None and key.null_is_unset

@@ -1,4 +1,4 @@
-"""Recognises RLinf's files. Apart from the tables that import them, which take a moment to load."""
+"""Recognises RLinf's files; a module of its own, because the tables that import such files are slow to load."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tether.config.keys import sections
 ENV_KEY = "env.train.id"
 POLICY_KEY = "policy.model_type"
 NOT_SUPPORTED = "not_supported"
-"""Section of a translated file: key of RLinf's -> why the file is refused as long as the line stands there."""
+"""Section of a translated file: RLinf's key -> why the file is refused unless that entry is deleted."""
 MARKS = ("cluster", "runner", "actor", "rollout", "weight_syncer")
-"""A file with one of these sections, and no native section but the shared ones, is RLinf's."""
+"""A file with one of these sections, and with no native section except the shared ones, is RLinf's."""
 ALGORITHM_MARKS = ("adv_type", "loss_type", "gae_lambda")
 SHARED_SECTIONS = ("algorithm", "cluster", "critic", "data", "env")
-"""Sections that RLinf's files and native ones both have."""
+"""Sections that exist in both RLinf's files and native ones."""
 
 
 def is_rlinf(tree: Mapping[object, object]) -> bool:

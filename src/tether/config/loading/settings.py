@@ -1,4 +1,4 @@
-"""The user's settings: the YAML file and the overrides, as one flat table of keys."""
+"""The user's settings: the YAML file and the overrides, merged into one flat table of keys."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 COMMAND_LINE = "command line"
 MODEL_ENGINE = "model_engine"
 PLACEHOLDER = "?"
-"""Value of a missing required key while the other keys are checked."""
+"""Stands in for a missing required key while the other keys are checked."""
 MISSING_ALLOWED = ("actor_rollout_ref.rollout.name",)
-"""Keys that may be ???: verl prints them so, and they have a default here."""
+"""Keys whose value may be ???: verl prints them like this, and they have a default here."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A value that the user gave."""
+    """A value set by the user."""
 
     value: object
     """The value as written, with interpolations as `${...}`."""
     source: str
     """The YAML file's name, or "command line"."""
     position: int
-    """0 for the file, then 1, 2, ... along the command line; the last setting of a key counts."""
+    """0 for the file, then 1, 2, ... along the command line; the last setting of a key wins."""
     written: str | None = None
-    """The key as the user wrote it, if it is one of RLinf's or of a newer verl."""
+    """The key as the user wrote it, if it was one of RLinf or of a newer verl."""
 
 
 Settings = dict[str, Setting]
@@ -77,7 +77,7 @@ def read_settings(path: Path | None, overrides: Sequence[str | Override]) -> tup
     if is_fine_tuning(tree, parsed):
         tree = with_full_names(tree)
         parsed = [replace(override, path=full_name(override.path)) for override in parsed]
-    if path is not None and is_rlinf(tree):  # imported here, since its tables are slow to load
+    if path is not None and is_rlinf(tree):  # checked before importing the translation, whose tables are slow to load
         imported: Imported = integration("rlinf", "importer").import_file(path, parsed)
         settings, parsed = _translated(imported, path.name), list(imported.other_overrides)
         problems += [*imported.refusals(), *imported.problems]
@@ -104,19 +104,21 @@ def read_settings(path: Path | None, overrides: Sequence[str | Override]) -> tup
     problems += asynchronous
     notes += translated
     if ENV_KEY not in settings and any(problem.fix == f"did you mean {ENV_KEY}?" for problem in problems):
-        settings[ENV_KEY] = Setting(PLACEHOLDER, COMMAND_LINE, 0)  # as a text run, the config would lack other keys
+        # Otherwise the config would be checked as a text run, which requires other keys.
+        settings[ENV_KEY] = Setting(PLACEHOLDER, COMMAND_LINE, 0)
     return settings, list(dict.fromkeys([*problems, *_missing_problems(settings)])), notes
 
 
 def _missing_problems(settings: Settings) -> list[Problem]:
-    """Return a problem for each key whose value is missing, and take it out for the checks of the other keys."""
-    problems, embodied = [], ENV_KEY in settings  # a text run without a required key is refused later
+    """Return a problem for each key with a missing value, and replace the value so that other keys can be checked."""
+    problems, embodied = [], ENV_KEY in settings  # text runs report a missing required key later
     for key in [key for key, setting in settings.items() if setting.value == MISSING]:
         setting = settings.pop(key)
         if key == ENV_KEY:
             fix = f"give it, for example {ENV_KEY}=CartPole-v1"
             problems.append(Problem(key, "missing: no simulator is named", fix))
-            settings[key] = replace(setting, value=PLACEHOLDER)  # as a text run, the config would lack other keys
+            # Otherwise the config would be checked as a text run, which requires other keys.
+            settings[key] = replace(setting, value=PLACEHOLDER)
         elif key in keys() and (embodied or not keys()[key].required) and key not in MISSING_ALLOWED:
             fix = f"give it; `tether config explain {key}` says what it takes"
             problems.append(Problem(key, f"{MISSING} stands for a value still to be given", fix))
@@ -124,14 +126,14 @@ def _missing_problems(settings: Settings) -> list[Problem]:
 
 
 def _may_be_shipped_by_verl(path: Path) -> bool:
-    """Whether a missing file may be one that verl ships, which its main_ppo looks up in a folder `config`."""
+    """Whether a missing file may be one shipped by verl, whose main_ppo looks for it in a folder `config`."""
     return not path.is_file() and path.parent.name in ("", "config")
 
 
 def _refused_in_translation(
     section: object, path: Path, overrides: Sequence[Override]
 ) -> tuple[list[Problem], list[Override]]:
-    """Return problems of unsupported settings of a translated file that no override deletes, and other overrides."""
+    """Return problems of unsupported settings in a translated file that no override deletes, and other overrides."""
     refused = {f"{NOT_SUPPORTED}.{key}": str(why) for key, why in section.items()} if isinstance(section, dict) else {}
     deletions = [item for item in overrides if refused and item.delete and item.path in {NOT_SUPPORTED, *refused}]
     deleted = {item.path for item in deletions}
@@ -171,14 +173,14 @@ Item = tuple[str, object, str | None]
 
 
 def _flatten(path: str, value: object, written: str | None = None) -> Iterator[Item | Problem]:
-    """Split a nested value along the schema; the value of a mapping key is not split."""
+    """Split a nested value along the schema; the value of a free mapping is not split."""
     if (name := renamed(path)) != path:
         yield from _flatten(name, value, path)
     elif path in keys():
         yield _grammar_problem(path, value) or (path, value, written)
     elif isinstance(value, dict) and (value or path in sections()):
         for name, inner in value.items():
-            # Hydra's class marker sets nothing; it is frequent in configs that verl prints.
+            # Hydra's class marker sets nothing, and is common in configs that verl prints.
             if name != "_target_":
                 yield from _flatten(f"{path}.{name}", inner, written and f"{written}.{name}")
     elif unread(path) is not None:
@@ -220,7 +222,7 @@ def _store(settings: Settings, items: Iterable[Item | Problem], source: str, pos
             problems.append(item)
             continue
         path, value, written = item
-        # A config printed by verl has both names of a renamed key, one of them null or interpolated.
+        # A config printed by verl contains both names of a renamed key, one of them null or interpolated.
         rival = settings[path].value if path in settings and settings[path].position == position == 0 else None
         if rival is None or interpolates(rival):
             if path not in keys():
@@ -284,7 +286,7 @@ def _not_its_value(override: Override) -> Problem:
 
 
 def _choose_engine(settings: Settings) -> None:
-    """Translate verl's ``model_engine=megatron``, which selects the files of actor and critic, to the strategy."""
+    """Translate verl's ``model_engine=megatron``, which selects the files of actor and critic, to the strategy keys."""
     chosen = settings.get(MODEL_ENGINE)
     if chosen is not None and chosen.value not in (None, "dp"):
         del settings[MODEL_ENGINE]
@@ -298,14 +300,14 @@ def _remove(settings: Settings, path: str) -> None:
 
 
 def _remove_overlapping(settings: Settings, path: str) -> None:
-    """Remove settings that a key without a schema replaces: those of keys above and below it."""
+    """Remove settings that conflict with a key outside of the schema: those of keys above and below it."""
     _remove(settings, path)
     for end in [index for index, letter in enumerate(path) if letter == "."]:
         settings.pop(path[:end], None)
 
 
 def put(mapping: object, path: Sequence[str], value: object) -> dict[str, object]:
-    """Return a mapping with a value set at a path, as in Hydra: mappings are merged, other values replaced.
+    """Return a mapping with a value set at a path; as in Hydra, mappings are merged and other values replaced.
 
     Raises:
         ConfigError: the path has an index that a list does not have.

@@ -1,4 +1,4 @@
-"""Names of verl's SFT trainer, whose sections `model` and `optim` are those of the policy in PPO."""
+"""Names of verl's SFT trainer, whose sections `model` and `optim` correspond to those of the policy in PPO."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES: Mapping[str, str] = {
     "use_remove_padding": f"{MODEL}.use_remove_padding",
     "ulysses_sequence_parallel_size": f"{ACTOR}.ulysses_sequence_parallel_size",
 }
-"""Key or section of verl's SFT trainer -> the key here; a name stands above those that it begins with."""
+"""Key or section of verl's SFT trainer -> the key here; longer names come before their prefixes."""
 
 
 def is_fine_tuning(tree: Mapping[Any, Any], overrides: Sequence[Override]) -> bool:
@@ -35,7 +35,7 @@ def is_fine_tuning(tree: Mapping[Any, Any], overrides: Sequence[Override]) -> bo
 
 
 def full_name(path: str) -> str:
-    """Return the name here of a key of verl's SFT trainer; other keys are unchanged."""
+    """Return the key here for a key of verl's SFT trainer; other keys are returned unchanged."""
     for name, full in NAMES.items():
         if path == name or path.startswith(f"{name}."):
             return full + path.removeprefix(name)
@@ -43,7 +43,7 @@ def full_name(path: str) -> str:
 
 
 def with_full_names(tree: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the content of a file with the names of `full_name`."""
+    """Return the content of a file with its keys renamed by `full_name`."""
     result: dict[Any, Any] = {}
     for path, value in _leaves("", tree):
         *sections, name = full_name(path).split(".")

@@ -12,18 +12,18 @@ from tether.config.secrets import masked
 
 
 def type_problems(error: ValidationError, resolved: Resolved) -> list[Problem]:
-    """Return a problem for each key that is missing or has the wrong type, except those that inherit such a value."""
+    """Return a problem for each key that is missing or has the wrong type, except keys that inherit such a value."""
     bad = dict.fromkeys(_key_of(detail["loc"]) for detail in error.errors())
     return [_problem(keys()[path], resolved) for path in bad if not _repeats(path, set(bad), resolved)]
 
 
 def expected(key: Key) -> str:
-    """Return a description of the values that a key takes, without choices that are refused."""
+    """Return a description of the values that a key accepts, without choices that are refused."""
     return key.type_text.replace(", ".join(key.choices), ", ".join(key.allowed)) if key.allowed else key.type_text
 
 
 def _key_of(loc: tuple[int | str, ...]) -> str:
-    """Return the key of an error of pydantic: its location without list indices."""
+    """Return the key of a pydantic error: its location without list indices."""
     names = [str(item) for item in loc]
     return next(path for end in range(len(names), 0, -1) if (path := ".".join(names[:end])) in keys())
 

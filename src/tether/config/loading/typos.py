@@ -1,4 +1,4 @@
-"""Suggestions of keys for unknown ones."""
+"""Suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MISSPELLINGS = {
     "actor_rollout.ref": "actor_rollout_ref",
     "actor_rollout_ref.critic": "critic",
 }
-"""Misspelt prefixes in public documents of verl -> the real ones."""
+"""Misspelt prefixes in verl's public documents -> the correct ones."""
 
 HYDRA = {
     "defaults": "is Hydra's list of files to compose; verl's defaults are built in",
@@ -27,7 +27,7 @@ HYDRA = {
 
 
 def unknown_key(path: str) -> Problem:
-    """Return the problem of an unknown key, with the nearest key as the fix."""
+    """Return the problem of an unknown key; the fix suggests the nearest key."""
     top = path.split(".", 1)[0]
     if path == "hydra.searchpath":
         fix = "write it in the run's file, hydra: {searchpath: [...]}"
@@ -41,16 +41,16 @@ def unknown_key(path: str) -> Problem:
 
 
 def value_meant(key: str, value: str, choices: Collection[str]) -> str | None:
-    """Return the choice that was most likely meant by `value`; None if none is similar."""
+    """Return the choice most likely meant by `value`; None if none is similar."""
     other = VALUES.get(key.rpartition(".")[2], {}).get(value.lower().replace("-", "_"))
     return other or next(iter(closest(value, choices)), None)
 
 
 def nearest(path: str, candidates: Collection[str] | None = None) -> str | None:
-    """Return the key that was most likely meant by `path`, among `candidates` or all keys; None if none is similar.
+    """Return the key most likely meant by `path`, among `candidates` or all keys; None if none is similar.
 
-    It is the first of: a key with one typo, a key that ends with the path, the same name in another section, another
-    library's name, a similar name in this section, a similar path.
+    It is the first match of: a key with one typo, a key that ends with the path, the same name in another section,
+    another library's name, a similar name in this section, a similar path.
     """
     corrected = _corrected(path)
     names = [*keys(), *unread_keys()] if candidates is None else candidates
@@ -74,13 +74,13 @@ def nearest(path: str, candidates: Collection[str] | None = None) -> str | None:
 
 
 def key_written_as(option: str) -> str | None:
-    """Return the key that was written as an option of a command, such as --trainer.seed, or None if none is like it."""
+    """Return the key that was written as a command-line option, such as --trainer.seed; None if no key matches."""
     name = option.lstrip("-").replace("-", "_")
     return name if name in keys() else next(iter(KEYS.get(name, ())), None)
 
 
 def _foreign(section: str, leaf: str) -> str | None:
-    """Return the key that another library calls `leaf`, of the critic if the section is the critic's."""
+    """Return tether's key for the name `leaf` of another library; the critic's key if `section` is the critic's."""
     meant = KEYS[leaf][0] if leaf in KEYS else None
     if meant is None or section.split(".")[0] != "critic":
         return meant
@@ -96,7 +96,7 @@ def _corrected(path: str) -> str:
 
 
 def _is_one_typo(word: str, other: str) -> bool:
-    """Whether one letter was added, omitted or replaced, or two adjacent letters were swapped."""
+    """Whether the words differ by one added, omitted or replaced letter, or by two swapped adjacent letters."""
     index = next((i for i, (a, b) in enumerate(zip(word, other, strict=False)) if a != b), min(len(word), len(other)))
     swapped = word[index : index + 2][::-1] + word[index + 2 :]
     return other[index:] in (word[index + 1 :], swapped) or other[index + 1 :] in (word[index:], word[index + 1 :])
@@ -108,17 +108,17 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def _is_like(name: str, other: str) -> bool:
-    # Names this short need no common letter.
+    # Such short names need no letter in common.
     return min(len(name), len(other)) <= 2 or SequenceMatcher(None, name, other).ratio() >= 0.6
 
 
 def _listing(path: str) -> str:
-    """Return the subcommand that lists the keys near `path`."""
+    """Return the subcommand that lists keys similar to `path`."""
     names = path.split(".")
     parents = (".".join(names[:count]) for count in range(len(names), 0, -1))
     section = next((name for name in parents if name in sections()), None)
     if section:
         return f"explain {section}"
-    # A search that matches nothing would be a hint that leads nowhere.
+    # Do not suggest a search that would match nothing.
     matches = any(names[-1].lower() in f"{key.path} {key.doc}".lower() for key in keys().values())
     return f"explain --search {names[-1]}" if matches else "explain"

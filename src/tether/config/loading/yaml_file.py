@@ -1,4 +1,4 @@
-"""Reading of one YAML file as plain nested data."""
+"""Reads one YAML file as plain nested data."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MISSING = "???"
 
 
 MAX_VALUES = 100_000
-"""Maximum number of values of a file, with its aliases expanded."""
+"""Maximum number of values in a file, counted with its aliases expanded."""
 
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""PyYAML's loader, by libyaml where its wheel has it, which is ten times as fast."""
+"""PyYAML's loader; the one of libyaml, if the wheel includes it, is ten times as fast."""
 
 _TOO_DEEP = "is nested too deeply to be read", "write it flatter"
 
 _RAY_PREFIX = re.compile(r"^(?:\x1b\[\d+m)?\(\w+ pid=\d+[^)]*\)(?:\x1b\[0m)? ", re.MULTILINE)
-"""Prefix that Ray adds to each line of another process."""
+"""Prefix that Ray adds to each line printed by another process."""
 
 
 def read_yaml(path: Path, others: Iterable[str] = ()) -> dict[Any, Any]:
@@ -38,10 +38,10 @@ def read_yaml(path: Path, others: Iterable[str] = ()) -> dict[Any, Any]:
 
     Args:
         path: path of the file.
-        others: names without a suffix to suggest if it is missing, in addition to files in its folder.
+        others: names without suffix to suggest if the file is missing, in addition to the files in its folder.
 
     Raises:
-        ConfigError: it cannot be read, or has no keys.
+        ConfigError: the file cannot be read, or has no keys.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -73,7 +73,7 @@ def read_yaml(path: Path, others: Iterable[str] = ()) -> dict[Any, Any]:
 
 
 def _parse_printed(text: str) -> dict[Any, Any] | None:
-    """Parse a dict that `pprint` wrote, in which YAML would read None as a string; None if it is not one."""
+    """Parse a dict written by `pprint`, in which YAML would read None as a string; return None if it is not one."""
     text = _RAY_PREFIX.sub("", text).strip()
     if not text.startswith("{"):
         return None
@@ -92,14 +92,14 @@ class _Numbers(ast.NodeTransformer):
 
 
 def _check_size(root: yaml.Node | None) -> None:
-    """Check the number of values of a file with its aliases expanded, which may also be recursive."""
+    """Check the number of values of a file with its aliases expanded; aliases may also be recursive."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:
         if id(node) not in sizes:
-            if isinstance(node.value, str) and "\0" in node.value:  # it would truncate a path
+            if isinstance(node.value, str) and "\0" in node.value:  # a NUL character would truncate a path
                 raise YAMLError(f"line {node.start_mark.line + 1} holds a NUL character")
-            sizes[id(node)] = MAX_VALUES  # for a node that contains itself
+            sizes[id(node)] = MAX_VALUES  # counted for references to the node from within itself
             inner = node.value if isinstance(node, yaml.CollectionNode) else ()
             children = [child for item in inner for child in (item if isinstance(item, tuple) else (item,))]
             sizes[id(node)] = 1 + sum(map(size, children))

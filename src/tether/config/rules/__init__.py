@@ -1,6 +1,6 @@
-"""Rules between keys that text and control runs share, and the factories of common rules (`shapes`).
+"""Rules between keys that text and control runs share, and factories of common rules (`shapes`).
 
-A rule refuses a contradiction before a model is loaded. Those of a part are in the `config_rules` beside it;
+A rule reports a contradiction before a model is loaded. Rules of a single package are in its `config_rules`;
 `tether.config.contradictions` lists all of them.
 """
 

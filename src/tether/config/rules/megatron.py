@@ -1,4 +1,4 @@
-"""Contradictions of runs that Megatron trains; what depends on the model is looked at once its config is read."""
+"""Contradictions in runs that Megatron trains; rules that depend on the model are checked once its config is read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EDGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stag
 
 
 def same_engine(role: str, when: Condition) -> Rule:
-    """All models of a run are on the same devices."""
+    """All models of a run must use the same engine, because they share devices."""
 
     def rule(cfg: RunConfig) -> Problem | None:
         mine, actors = _at(cfg, f"{role}.strategy"), cfg.actor_rollout_ref.actor.strategy
@@ -37,7 +37,7 @@ def same_engine(role: str, when: Condition) -> Rule:
 
 
 def same_layout(role: str, when: Condition) -> Rule:
-    """Megatron holds one set of process groups in a process; models on devices of their own have other processes."""
+    """Models in one process must have the same layout, because Megatron has one set of process groups per process."""
 
     def rule(cfg: RunConfig) -> Problem | None:
         if not uses_megatron(cfg) or not when(cfg) or misplaced(cfg) or _has_separate_devices(cfg, role):
@@ -59,7 +59,7 @@ def same_layout(role: str, when: Condition) -> Rule:
 
 
 def sizes_divide_devices(cfg: RunConfig) -> Problem | None:
-    """The product of the other parallel sizes divides the devices; the quotient is the data-parallel size."""
+    """The product of the parallel sizes must divide the number of devices; the quotient is the data-parallel size."""
     if cfg.actor_rollout_ref.actor.strategy != "megatron" or misplaced(cfg):
         return None
     separate_roles = [role for role, when in ROLES if when(cfg) and _has_separate_devices(cfg, role)]
@@ -91,7 +91,7 @@ def _undivided(cfg: RunConfig, role: str) -> Problem | None:
 
 
 def pieces_have_a_pipeline(cfg: RunConfig) -> Problem | None:
-    """Virtual pipeline stages need a pipeline of several devices."""
+    """Virtual pipeline stages require a pipeline of several devices."""
     sizes = cfg.actor_rollout_ref.actor.megatron
     stages = sizes.virtual_pipeline_model_parallel_size or 1
     if not uses_megatron(cfg) or stages == 1 or sizes.pipeline_model_parallel_size > 1:
@@ -105,7 +105,7 @@ def pieces_have_a_pipeline(cfg: RunConfig) -> Problem | None:
 
 
 def weights_of_megatron(role: str, when: Condition) -> Rule:
-    """Only Megatron's ranks read such weights, from a directory that must be set."""
+    """Only Megatron's ranks can read such weights, and the directory must be set."""
 
     def rule(cfg: RunConfig) -> Problem | None:
         sizes, actors = _at(cfg, f"{role}.megatron"), cfg.actor_rollout_ref.actor.megatron
@@ -131,7 +131,7 @@ def weights_of_megatron(role: str, when: Condition) -> Rule:
 
 
 def reference_is_not_beside_the_policy(cfg: RunConfig) -> Problem | None:
-    """The KL over the vocabulary runs both models on one micro-batch, and a pipeline has one of them at a time."""
+    """The KL over the vocabulary runs both models on each micro-batch, but a pipeline can only run one at a time."""
     if not uses_megatron(cfg) or not reference_runs_with_actor(cfg):
         return None
     key, kind = full_kl_setting(cfg)
@@ -140,7 +140,7 @@ def reference_is_not_beside_the_policy(cfg: RunConfig) -> Problem | None:
 
 
 def _has_separate_devices(cfg: RunConfig, role: str) -> bool:
-    """Whether a model has other devices than the actor."""
+    """Whether a model runs on other devices than the actor."""
     return devices_of(cfg, MODELS[role]) != devices_of(cfg, MODELS[ACTOR])
 
 

@@ -17,7 +17,7 @@ Numbers = Callable[[Any, Any], bool]
 
 
 def at_most(key: str, limit: str, when: Condition = lambda cfg: True) -> Rule:
-    """Return the rule that a number is at most that of another key."""
+    """Return the rule that a number is at most another key's."""
     what, fix = "{own}{default} is more than {limit}={other}", "set it to at most {other}"
     return _pair(key, limit, lambda a, b: a > b, what, fix, when)
 
@@ -48,18 +48,18 @@ def divides_devices(key: str, model: str, when: Condition = lambda cfg: True) ->
 
 
 def same(key: str, other: str) -> Rule:
-    """Return the rule that two keys of one quantity are equal."""
+    """Return the rule that two keys for the same quantity are equal."""
     return _pair(key, other, lambda a, b: a != b, "{own} contradicts {limit}={other}", "leave {key} out")
 
 
 def needs(key: str, switch: str) -> Rule:
-    """Return the rule that a key needs a switch that is on."""
+    """Return the rule that a key requires a switch to be on."""
     what, fix = "{own} needs what {limit}={other} leaves out", "leave {key} out"
     return _pair(key, switch, lambda a, b: a is not None and b is False, what, fix)
 
 
 def together(key: str, other: str) -> Rule:
-    """Return the rule that a key is set if another one is."""
+    """Return the rule that a key must be set if another one is."""
     what, fix = "missing beside {limit}={other}", "give both, or neither"
     return _pair(key, other, lambda a, b: a is None and b is not None, what, fix)
 

@@ -1,4 +1,4 @@
-"""Rules of runs of both kinds: of the trainer, the update of the policy, and adapters."""
+"""Rules that apply to both text and embodied runs: of the trainer, the policy update, and adapters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 def clip_cov_bounds_enclose_something(cfg: RunConfig) -> Problem | None:
-    """clip_cov drops tokens whose covariance lies between the bounds."""
+    """clip_cov requires a lower bound below the upper bound, since it drops tokens with a covariance in between."""
     loss = cfg.actor_rollout_ref.actor.policy_loss
     if loss.loss_mode != "clip_cov" or loss.clip_cov_lb < loss.clip_cov_ub:
         return None
@@ -21,7 +21,7 @@ def clip_cov_bounds_enclose_something(cfg: RunConfig) -> Problem | None:
 
 
 def critic_warmup_ends(cfg: RunConfig) -> Problem | None:
-    """The actor must start to learn during the run."""
+    """The policy must start to learn before the run ends."""
     steps = cfg.trainer.total_training_steps
     if steps is None or cfg.trainer.critic_warmup <= steps or not cfg.critic.enable:
         return None
@@ -30,7 +30,7 @@ def critic_warmup_ends(cfg: RunConfig) -> Problem | None:
 
 
 def a_rollback_has_checkpoints(cfg: RunConfig) -> Problem | None:
-    """A rollback needs a checkpoint."""
+    """A rollback requires a checkpoint."""
     if cfg.trainer.on_collapse != "rollback" or cfg.trainer.save_freq > 0:
         return None
     what = f"rollback goes back to a checkpoint, and trainer.save_freq={cfg.trainer.save_freq} saves none"
@@ -38,14 +38,14 @@ def a_rollback_has_checkpoints(cfg: RunConfig) -> Problem | None:
 
 
 def resume_path_is_given(cfg: RunConfig) -> Problem | None:
-    """Resuming by path needs the path."""
+    """Resuming by path requires the path."""
     if cfg.trainer.resume_mode != "resume_path" or cfg.trainer.resume_from_path is not None:
         return None
     return Problem("trainer.resume_from_path", "missing with trainer.resume_mode=resume_path", "give the checkpoint")
 
 
 def adapters_have_a_scale(section: str) -> Rule:
-    """Adapters of scale 0 learn nothing; without adapters there is nothing to scale."""
+    """Adapters with scale 0 learn nothing, and a scale without adapters has no effect."""
 
     def rule(cfg: RunConfig) -> Problem | None:
         values = values_of(cfg)

@@ -1,7 +1,8 @@
-"""The schema: one class per section, one field per key, and under each field its documentation.
+"""The schema: one class per section, one field per key, and each key's documentation below its field.
 
-`root` lists the sections. Those that several rooms read are here, the others in the `config` of their room.
-Marks in a field's annotation (`section`) say when a key acts, what it inherits and which values are refused.
+`root` lists the sections. Sections that several packages read are here, all others in the `config` module of their
+package. Marks in a field's annotation (`section`) say when a key has an effect, what it inherits and which values are
+refused.
 """
 
 from tether.config.schema.actor import ActorConfig, RefConfig

@@ -1,4 +1,4 @@
-"""`algorithm`: advantages, and the KL penalty in the reward."""
+"""`algorithm`: the advantage estimator, and the KL penalty in the reward."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ COMPARES_RESPONSES = (
     "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo", "gpg",
     "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline",
 )  # fmt: skip
-"""Estimators whose baseline is the other responses to a prompt, which need `uid` in `tether.algorithms`."""
+"""Estimators that use the other responses to a prompt as the baseline and need `uid` in `tether.algorithms`."""
 
 WITHOUT_PEERS = ("grpo", "grpo_vectorized", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
-"""Estimators with which the advantage of a single response is its score, as in verl."""
+"""Estimators for which the advantage of a single response is its score, as in verl."""
 
 KlKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
@@ -58,7 +58,7 @@ KL_REWARD = ActsIf("algorithm.use_kl_in_reward", on=(True,))
 
 
 def _as_modes(value: object) -> object:
-    """verl writes several modes as one string with commas."""
+    """Split verl's comma-separated string of several modes."""
     return tuple(mode.strip() for mode in value.split(",")) if isinstance(value, str) else as_strings(value)
 
 
@@ -66,112 +66,112 @@ class KlControlConfig(Section):
     """`algorithm.kl_ctrl`: the weight of the KL penalty in the reward."""
 
     type: Annotated[Literal["fixed", "adaptive"], KL_REWARD] = "fixed"
-    """fixed keeps kl_coef; adaptive moves it so that the KL stays near target_kl."""
+    """fixed keeps kl_coef; adaptive adjusts it to keep the KL near target_kl."""
     kl_coef: Annotated[NonNegative, KL_REWARD] = 0.001
-    """Weight of the penalty; with adaptive, its first value."""
+    """Weight of the penalty; with adaptive, the initial weight."""
     horizon: Annotated[int, ADAPTIVE] = 10000
-    """adaptive: responses over which the weight may change by its whole size."""
+    """adaptive: number of responses over which the weight changes by at most about 20%."""
     target_kl: Annotated[float, ADAPTIVE] = 0.1
-    """adaptive: the KL a response that is aimed at."""
+    """adaptive: target KL per response."""
 
 
 class PfPpoConfig(Section):
-    """`algorithm.pf_ppo`: PF-PPO, which draws the batch again by reward."""
+    """`algorithm.pf_ppo`: PF-PPO, which resamples the batch by reward."""
 
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
-    """The weight of a row as a function of its score."""
+    """How the weight of a row depends on its score."""
     weight_pow: PositiveFloat = 2.0
     """pow: the exponent."""
 
 
 class RolloutCorrectionConfig(Section):
-    """`algorithm.rollout_correction`: weights for a sampler whose probabilities differ from the trainer's."""
+    """`algorithm.rollout_correction`: corrects for a sampler whose probabilities differ from the trainer's."""
 
     rollout_is: Literal["token", "sequence"] | None = None
-    """Importance weights, of each token or of each response."""
+    """Importance weights per token or per response."""
     rollout_is_threshold: Annotated[
         PositiveFloat | str, NullIsUnset(), Says("a number above 0; or 'lower_upper' in quotes"), WEIGHED
     ] = 2.0
-    """Highest weight. 'lower_upper', such as '0.5_5.0', sets weights outside of these bounds to 0 (IcePop)."""
+    """Maximum weight. 'lower_upper', such as '0.5_5.0', sets weights outside of these bounds to 0 (IcePop)."""
     rollout_is_batch_normalize: Annotated[bool, WEIGHED] = False
-    """Divide the weights by their mean."""
+    """Divide the weights by their mean over the batch."""
     rollout_rs: Annotated[tuple[RejectionMode, ...] | None, BeforeValidator(_as_modes)] = None
     """Rejection of tokens or responses: one mode or several, for example 'token_k1,seq_mean_k3'."""
     rollout_rs_threshold: Annotated[float | str | None, REJECTS] = None
-    """Bound of all modes, or a comma list with one for each; a ratio (k1) may be given as 'lower_upper'."""
+    """Bound for all modes, or a comma-separated list of one per mode; k1 (a ratio) also accepts 'lower_upper'."""
     rollout_rs_threshold_lower: Annotated[PositiveFloat | None, REJECTS] = None
-    """k1: lower bound of the ratio; null: 1 / the upper one."""
+    """k1: lower bound of the ratio; null: 1 / the upper bound."""
     rollout_token_veto_threshold: PositiveFloat | None = None
-    """A response with a token whose ratio is below it is rejected as a whole."""
+    """Reject responses in which the ratio of any token is below this."""
     bypass_mode: bool = False
-    """Use the sampler's log-probs as the old ones, and recompute none."""
+    """Use the sampler's log-probs as the old log-probs instead of recomputing them."""
     loss_type: Annotated[Literal["ppo_clip", "reinforce"], ActsIf(".bypass_mode", on=(True,))] = "ppo_clip"
     """Loss in bypass mode."""
 
 
 class FilterGroupsConfig(Section):
-    """`algorithm.filter_groups`: dynamic sampling, which replaces prompts whose responses all score the same."""
+    """`algorithm.filter_groups`: dynamic sampling, which replaces prompts whose responses all have the same score."""
 
     enable: bool = False
-    """Drop groups without two different scores and sample further prompts in their place (DAPO)."""
+    """Drop groups whose scores are all equal, and sample further prompts to replace them (DAPO)."""
     metric: Annotated[str, NullIsUnset()] = "score"
     """The number that must differ: score (also called seq_reward), or a key that the reward returns, such as acc."""
     max_num_gen_batches: Count = 10
-    """Batches of prompts sampled for one step at most; then the step takes what it has. (verl: 0, without end.)"""
+    """Maximum batches of prompts sampled per step; then the step uses the groups it has. (verl: 0, no limit.)"""
 
 
 class AlgorithmConfig(Section):
-    """Advantages, and the KL penalty in the reward."""
+    """The advantage estimator, and the KL penalty in the reward."""
 
     adv_estimator: Annotated[AdvEstimator | OwnFunction, EMBODIED_TOO] = "gae"
-    """Advantage estimator; gae has a critic, the others do without. FILE.py:NAME is a function of your own."""
+    """Advantage estimator; gae trains a critic, all others need none. FILE.py:NAME is your own function."""
     gamma: Annotated[Fraction, ActsIf(".adv_estimator", on=("gae", "reinforce_plus_plus")), EMBODIED_TOO] = 1.0
     """Discount factor."""
     lam: Annotated[Fraction, GAE, EMBODIED_TOO] = 1.0
-    """gae: lambda, between bias (0) and variance (1)."""
+    """gae: lambda, which trades bias (0) for variance (1)."""
     normalize_advantages: Annotated[bool, GAE, EMBODIED_TOO] = True
-    """gae: bring the advantages of a rollout to mean 0 and variance 1, as verl always does. (RLinf's key.)"""
+    """gae: normalise the advantages of a rollout to mean 0 and variance 1, as verl always does. (RLinf's key.)"""
     bootstrap_type: Annotated[Literal["standard", "always"], EMBODIED] = "standard"
-    """Embodied runs: which episode ends count the value of their last state: time limits, or every end."""
+    """Embodied runs: bootstrap the last state's value at time limits only (standard), or at every episode end."""
     reward_type: Annotated[
         Literal["action_level", "chunk_level"], ActsIf("policy.num_action_chunks", off=(1,)), EMBODIED_TOO
     ] = "action_level"
-    """Embodied runs: one advantage an action, or an action chunk."""
+    """Embodied runs: one advantage per action, or per action chunk."""
     logprob_type: Annotated[Literal["token_level", "action_level", "chunk_level"], EMBODIED] = "action_level"
-    """Embodied runs: one probability ratio a dimension of an action, an action, or an action chunk."""
+    """Embodied runs: one probability ratio per dimension of an action, per action, or per action chunk."""
     entropy_type: Annotated[Literal["token_level", "action_level", "chunk_level"], EMBODIED] = "action_level"
-    """Embodied runs: the entropy of a dimension of an action, of an action, or of an action chunk."""
+    """Embodied runs: one entropy per dimension of an action, per action, or per action chunk."""
     filter_rewards: Annotated[bool, EMBODIED] = False
     """Embodied runs: learn only from groups of start states whose mean return is within the two bounds. (RLinf's.)"""
     rewards_lower_bound: Annotated[float, FILTERS, EMBODIED_TOO] = 0.0
-    """filter_rewards: the lowest mean return. (RLinf's key.)"""
+    """filter_rewards: minimum mean return. (RLinf's key.)"""
     rewards_upper_bound: Annotated[float, FILTERS, EMBODIED_TOO] = 1.0
-    """filter_rewards: the highest mean return. (RLinf's key.)"""
+    """filter_rewards: maximum mean return. (RLinf's key.)"""
     lam_critic: Annotated[Fraction, Inherits(".lam"), GAE]
-    """gae: lambda of the returns that the critic learns; unset: lam. VAPO takes 1. (tether's own key.)"""
+    """gae: lambda of the returns that the critic learns; unset: lam. VAPO uses 1. (tether's own key.)"""
     lam_actor_alpha: Annotated[PositiveFloat | None, GAE] = None
-    """gae: lambda of the advantages follows the response's length n: 1 - 1 / (alpha n). VAPO takes 0.05. (tether's.)"""
+    """gae: lambda of the advantages is 1 - 1 / (alpha n) for n tokens. VAPO uses 0.05. (tether's own key.)"""
     bootstrap_truncated: Annotated[bool, GAE] = False
-    """gae: a response cut by the length limit ends in the critic's value, not in 0. (tether's own key.)"""
+    """gae: bootstrap responses cut by the length limit with the critic's value instead of 0. (tether's own key.)"""
     norm_adv_by_std_in_grpo: Annotated[
         bool, ActsIf(".adv_estimator", on=("grpo", "grpo_vectorized", "grpo_passk")), EMBODIED_TOO
     ] = True
     """grpo, grpo_vectorized, grpo_passk: divide by the standard deviation of the group."""
     gdpo_reward_keys: Annotated[Strings, GDPO] = ()
-    """gdpo: numbers in the reward's dict, each a component of the reward; score is the score itself."""
+    """gdpo: keys of the reward's dict that are the components of the reward; score is the score itself."""
     gdpo_reward_weights: Annotated[Floats, GDPO] = ()
     """gdpo: weight of each component; empty: all 1."""
     normalize_rewards: Literal["none", "running", "batch"] = "none"
-    """Scale scores to mean 0 and std 1: by all scores so far, or by those of the step. (tether's own key.)"""
+    """Normalise scores to mean 0 and std 1 over all scores so far, or over those of the step. (tether's own key.)"""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty from each token's reward."""
     kl_penalty: Annotated[
         KlKind, Refuses(("full+",), "a reward has no gradient: write full"), ActsIf(".use_kl_in_reward", on=(True,))
     ] = "kl"
-    """Estimator of that penalty; full is exact, over the vocabulary, and the same whichever token was sampled."""
+    """Estimator of that penalty; full is exact, over the vocabulary, and independent of the sampled token."""
     kl_ctrl: KlControlConfig
     use_pf_ppo: bool = False
-    """PF-PPO: draw the batch again by reward."""
+    """PF-PPO: resample the batch by reward."""
     pf_ppo: Annotated[PfPpoConfig, ActsIf("algorithm.use_pf_ppo", on=(True,))]
     rollout_correction: RolloutCorrectionConfig
     filter_groups: Annotated[FilterGroupsConfig, ActsIf("algorithm.filter_groups.enable", on=(True,))]

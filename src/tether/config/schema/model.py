@@ -1,4 +1,4 @@
-"""`actor_rollout_ref.model` and `critic.model`: which weights, and how they are held."""
+"""`actor_rollout_ref.model` and `critic.model`: the weights, and how they are trained."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tether.config.schema.section import (
 
 
 class LoraConfig(Section):
-    """`model.lora`: what becomes of adapters on their way to servers."""
+    """`model.lora`: how adapters are sent to servers."""
 
     merge: bool = False
-    """True: vLLM gets merged weights; False: base weights once, then only adapters. SGLang always gets merged ones."""
+    """True: vLLM gets merged weights; False: base weights once, then adapters. SGLang always gets merged weights."""
 
 
 LORA = ActsIf(".lora_rank", off=(0,))
@@ -35,12 +35,12 @@ LORA_AT_VLLM = ActsIf(
 
 
 class BackboneConfig(Section):
-    """A backbone that is trained: its weights, and its LoRA adapters."""
+    """A trainable backbone: its weights and its LoRA adapters."""
 
     path: str
     """Model: a Hugging Face folder, a GGUF file, a hub id, or a known name."""
     trust_remote_code: bool = False
-    """Let the model's repository run its own code."""
+    """Allow code from the model's repository to run."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, more time, same gradients."""
     use_remove_padding: bool = True
@@ -50,13 +50,13 @@ class BackboneConfig(Section):
     lora_alpha: Annotated[Count, LORA] = 16
     """Scale of LoRA: the adapter's output is multiplied by lora_alpha / lora_rank."""
     target_modules: Annotated[Strings, FRESH] = ("all-linear",)
-    """Linear layers that get an adapter: names, a pattern of full names, or all-linear: all but head and experts."""
+    """Linear layers with an adapter: names, a pattern of full names, or all-linear (all except head and experts)."""
     exclude_modules: Annotated[Strings, NullIsUnset(), FRESH] = ()
-    """Linear layers among them that get none: names, or a pattern (a regular expression) of full names."""
+    """Linear layers excluded from target_modules: names, or a regular expression of full names."""
     lora_adapter_path: str | None = None
-    """Folder of the LoRA adapter to start from, with its rank, scale and layers; null: a fresh one."""
+    """Folder of the LoRA adapter to start from, with its rank, scale and layers; null: a new one."""
     override_config: Options
-    """Fields of the model's own config.json to change."""
+    """Fields of the model's config.json to override."""
 
 
 class ModelConfig(BackboneConfig):
@@ -72,16 +72,16 @@ class ModelConfig(BackboneConfig):
     tokenizer_path: Annotated[str, Inherits(".path")]
     """Folder or hub id of the tokenizer."""
     custom_chat_template: Annotated[str | None, AliasOf("data.chat_template")] = None
-    """verl's name of data.chat_template."""
+    """verl's name for data.chat_template."""
 
 
 class CriticModelConfig(BackboneConfig):
-    """The critic's backbone; a scalar head stands on it."""
+    """The critic's backbone, with a scalar head on top."""
 
     path: Annotated[str, Inherits("actor_rollout_ref.model.path")]
-    """Model whose backbone the critic starts from."""
+    """Model whose backbone initialises the critic."""
     trust_remote_code: Annotated[bool, Inherits("actor_rollout_ref.model.trust_remote_code")]
     use_remove_padding: bool = False
     lora_rank: Count = 0
-    """Rank of LoRA adapters; 0 trains all weights. The scalar head is trained whole beside them."""
+    """Rank of LoRA adapters; 0 trains all weights. The scalar head is always fully trained."""
     fsdp_config: TrainedFsdpConfig

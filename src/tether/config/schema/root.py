@@ -1,4 +1,4 @@
-"""The root of the schema, which lists the sections of all rooms."""
+"""The root of the schema, which lists the sections of all packages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ActorRolloutRefConfig(Section):
     ]
     rollout: RolloutConfig
     nccl_timeout: Annotated[Positive, ON_RANKS, EMBODIED_TOO] = 600
-    """Seconds that a device waits for the others in the middle of a computation."""
+    """Timeout in seconds of collective operations between devices."""
 
 
 class RunConfig(Section):
@@ -54,4 +54,4 @@ class RunConfig(Section):
     env: Annotated[EnvConfig, EMBODIED]
     policy: Annotated[PolicyConfig, EMBODIED]
     integrations: Options
-    """Keys of integrations in other packages by name, for example {coins: {bonus: 2}}. (tether's own key.)"""
+    """Sections of integrations in other packages, by name, for example {coins: {bonus: 2}}. (tether's own key.)"""

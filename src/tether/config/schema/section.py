@@ -11,25 +11,25 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 
 class Section(BaseModel):
-    """A frozen group of keys. Values have exactly the type that the field names (a float may be written as 1)."""
+    """A frozen group of keys. Values must have exactly the field's type (a float may be written as 1)."""
 
     model_config = ConfigDict(
         frozen=True,
         strict=True,
         extra="forbid",
         allow_inf_nan=False,
-        defer_build=True,  # only the whole tree is ever validated, so that no section needs a validator of its own
+        defer_build=True,  # only the complete tree is ever validated, so no section needs its own validator
     )
 
 
 @dataclass(frozen=True)
 class Inherits:
-    """Marks a key that takes another key's value while it is unset or null."""
+    """Marks a key that inherits another key's value while it is unset or null."""
 
     key: str
     """Dotted key; with a leading dot, relative to the same section."""
     equals: object = None
-    """If set, the inherited value is whether that key equals it."""
+    """If set, the inherited value is the boolean whether that key equals it."""
 
 
 @dataclass(frozen=True)
@@ -47,40 +47,40 @@ class NullIsUnset:
 
 @dataclass(frozen=True)
 class ActsIf:
-    """Marks a key, or all keys of a section, that act only while another key has certain values.
+    """Marks a key, or all keys of a section, that only have an effect while another key has certain values.
 
-    The nearest mark counts: a key's own, else that of its section. One of the two lists is given.
+    A key's own mark takes precedence over that of its section. Exactly one of `on` and `off` is set.
     """
 
     key: str
     """Dotted key, as in `Inherits`."""
     on: tuple[object, ...] | None = None
-    """Values that switch on, if only they do."""
+    """Values of that key with which the marked keys have an effect."""
     off: tuple[object, ...] | None = None
-    """Values that switch off, if only they do."""
+    """Values of that key with which the marked keys have no effect."""
     other: ActsIf | None = None
-    """A second switch that is sufficient by itself."""
+    """Alternative switch, which is sufficient by itself."""
     also: ActsIf | None = None
-    """A second switch that must be on as well."""
+    """Additional switch, which must be on as well."""
     own_function: bool = True
-    """Whether a function of the user's also switches on, since its signature names what it reads."""
+    """Whether a user's own function also switches the keys on, since its signature names what it reads."""
 
 
 @dataclass(frozen=True)
 class EmbodiedToo:
-    """Marks a key, or all keys of a section, that embodied runs read as well as text runs."""
+    """Marks a key, or all keys of a section, that both embodied and text runs read."""
 
 
 @dataclass(frozen=True)
 class Refuses:
-    """Marks choices that are valid in verl and refused here."""
+    """Marks choices that are valid in verl but refused here."""
 
     choices: tuple[str, ...]
     why: str
 
 
 EMBODIED = ActsIf("env.train.id", off=(None,))
-"""Read by embodied runs only."""
+"""Marks keys that only embodied runs read."""
 EMBODIED_TOO = EmbodiedToo()
 
 
@@ -92,7 +92,7 @@ class Says:
 
 
 def _as_text(value: object) -> object:
-    # A name such as $(date +%Y%m%d) is parsed as a number.
+    # A name such as $(date +%Y%m%d) expands to digits and is parsed as a number.
     return str(value) if type(value) is int else value
 
 
@@ -115,8 +115,8 @@ def _as_tuple(value: object) -> object:
 
 
 def as_strings(value: object) -> object:
-    """Return one name or a list of names as a tuple; the list may be quoted."""
-    # '["console","wandb"]' and "['a.parquet']" are lists that shells or launchers have quoted.
+    """Return one name or a list of names as a tuple; a list may also be a quoted string."""
+    # Shells and launchers turn lists into strings such as '["console","wandb"]' and "['a.parquet']".
     if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
         try:
             value = yaml.safe_load(value)

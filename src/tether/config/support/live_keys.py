@@ -1,4 +1,4 @@
-"""Keys that act, in any run and in one run."""
+"""Keys that have an effect, in general and in a given run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tether.runtime.objects import is_object
 
 @cache
 def live_keys() -> tuple[str, ...]:
-    """Return every key that can change what a run does: all except aliases."""
+    """Return every key that can change a run: all except aliases."""
     return tuple(path for path, key in keys().items() if not key.alias_of)
 
 
 def why_idle(path: str, values: Mapping[str, object]) -> str | None:
-    """Return why a key has no effect in a run with these values; None if it acts, also through an heir."""
+    """Return why a key has no effect with these values; None if it acts, directly or through a key that inherits it."""
     reason = _why_unread(path, values) or _why_switched_off(path, values)
     return None if reason is None or _acts_elsewhere(path, values) else reason
 
 
 def is_own_function(value: object) -> bool:
-    """Whether a value is ``FILE.py:NAME`` or the name of a passed object."""
+    """Whether a value is ``FILE.py:NAME`` or the name of an object passed from Python."""
     return isinstance(value, str) and (is_object(value) or value.rpartition(":")[0].endswith(".py"))
 
 
@@ -41,7 +41,7 @@ def is_off(switch: ActsIf, values: Mapping[str, object]) -> bool:
 
 
 def condition(switch: ActsIf) -> str:
-    """Return a description of when the switched keys act."""
+    """Return a description of when the switched keys have an effect."""
     verb, values = ("is", switch.on) if switch.on is not None else ("is not", switch.off or ())
     text = f"{switch.key} {verb} {' or '.join(map(show, values))}"
     text = text if switch.also is None else f"{text}, and {condition(switch.also)}"
@@ -68,7 +68,7 @@ def _why_switched_off(path: str, values: Mapping[str, object]) -> str | None:
     switch = keys()[path].acts_if
     if switch is None:
         return None
-    # A switch that is on may be switched off itself.
+    # The switching key may itself be without effect because another switch is off.
     return _state(switch, values) if is_off(switch, values) else _why_switched_off(switch.key, values)
 
 
@@ -79,7 +79,7 @@ def _acts_elsewhere(path: str, values: Mapping[str, object]) -> bool:
 
 @cache
 def _heirs() -> dict[str, list[str]]:
-    """Return the live keys that inherit from each key."""
+    """Return, for each key, the live keys that inherit from it."""
     heirs = defaultdict[str, list[str]](list)
     for heir in live_keys():
         if (source := keys()[heir].inherits) is not None:

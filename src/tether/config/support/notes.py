@@ -1,4 +1,4 @@
-"""Notes on a valid configuration, about effects that its keys do not show."""
+"""Notes on a valid configuration, about effects that are not obvious from its keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tether.text.sampling.config import SERVERS
 
 ACTOR = "actor_rollout_ref.actor"
 CLIPS_RATIOS = ("vanilla", "gspo", "clip_cov", "cispo", "bypass_mode", "decoupled")
-"""Policy losses whose clip range is around a ratio of 1; that of geo_mean is around a log-ratio of 0."""
+"""Policy losses with a clip range around a ratio of 1; that of geo_mean is around a log-ratio of 0."""
 
 
 def notes(settings: Settings, values: Mapping[str, object]) -> list[str]:
@@ -159,7 +159,7 @@ def _parity(settings: Settings, values: Mapping[str, object]) -> str | None:
 
 
 def _idle(settings: Settings, values: Mapping[str, object]) -> list[str]:
-    """Return a note for each reason with all keys that have no effect because of it."""
+    """Return a note for each reason, with all keys that have no effect because of it."""
     silenced: dict[str, list[str]] = defaultdict(list)
     for path, setting in settings.items():
         reason = why_idle(path, values)

@@ -1,4 +1,4 @@
-"""Tables with a row per key or pattern of keys, in which `*` matches anything."""
+"""Tables with one row per key or pattern of keys, in which `*` matches anything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Row = TypeVar("Row")
 
 
 def look_up(table: Mapping[str, Row], path: str) -> Row | None:
-    """Return the row of `path`, else that of the first matching pattern; None if there is none."""
+    """Return the row of `path`, or else of the first matching pattern; None if there is none."""
     name = path if path in table else _first_match(tuple(table), path)
     return None if name is None else table[name]
 

@@ -1,4 +1,4 @@
-"""Refusals of single choices of verl's keys; keys that are refused altogether are in `verl_keys.toml`."""
+"""Refused choices of verl's keys; keys that are refused altogether are in `verl_keys.toml`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tether.config.problems import Problem
 
 
 def refusals(settings: Settings, values: Mapping[str, object]) -> list[Problem]:
-    """Return a problem for each refused choice and reason, at the first key with it that the user set."""
+    """Return one problem for each refused choice and reason, at the first such key that the user set."""
     refused: dict[tuple[str, str], list[Key]] = {}
     for key in keys().values():
         if key.path in settings and key.refuses is not None and _names(values[key.path]) & set(key.refuses.choices):

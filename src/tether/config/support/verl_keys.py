@@ -1,4 +1,4 @@
-"""Keys of verl that nothing reads here; `verl_keys.toml` has the reason and the harmless values of each."""
+"""Keys of verl that nothing here reads; `verl_keys.toml` has the reason and the harmless values of each."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from tether.config.problems import Problem
 from tether.config.secrets import masked
 
 MAX_NAMED = 3
-"""Keys of a file that a note names; it counts the other ones."""
+"""Number of a file's keys that a note names; further ones are counted."""
 
 
 @dataclass(frozen=True)
 class Unread:
-    """Why nothing reads a key of verl."""
+    """Why nothing here reads a key of verl."""
 
     why: str
     refused: bool
-    """Whether a value outside of `fine` is refused, because verl would act on it."""
+    """Whether a value that is not in `fine` is refused, because it would have an effect in verl."""
     fine: tuple[object, ...] = ()
     """Values without effect; for a key that is not refused, verl's default as text."""
     idle_if: Mapping[str, object] = field(default_factory=dict)
-    """Values of other keys with which verl does not read it, so that it is noted and not refused."""
+    """Values of other keys with which verl does not read the key either, so that it is noted instead of refused."""
     is_translated: bool = False
     """Whether other keys are derived from it."""
 
     def why_idle(self, values: Mapping[str, object]) -> str | None:
-        """Return why verl does not read it with these values of other keys; None if it does."""
+        """Return why verl does not read the key with these values of other keys; None if it does."""
         conditions = (f"{key} is {show(value)}" for key, value in self.idle_if.items() if values.get(key) == value)
         return next(conditions, None)
 
@@ -59,12 +59,13 @@ def unread_keys() -> Mapping[str, Unread]:
 
 
 def unread(path: str) -> Unread | None:
-    """Return the row of a key or of the mapping around it; None if verl has no such key, or it is read here."""
+    """Return the row of a key or of the mapping that contains it; None if verl has no such key, or it is read here."""
     names = path.split(".")
     for key in (".".join(names[:count]) for count in range(len(names), 0, -1)):
         if row := unread_keys().get(key):
             return row
-        if key in sections():  # a name that this section lacks is misspelled, whatever the row of a section above it
+        # The section is read here, so an unknown name in it is a typo, even if a section above it has a row.
+        if key in sections():
             return None
     return None
 
@@ -75,7 +76,7 @@ def is_unread_section(path: str) -> bool:
 
 
 def renamed(path: str) -> str:
-    """Return the name here of a key of a newer verl."""
+    """Return the name here for a key of a newer verl."""
     for new, old in _table()["renamed"].items():
         if path == new or path.startswith(f"{new}."):
             return str(old) + path.removeprefix(new)
@@ -84,21 +85,21 @@ def renamed(path: str) -> str:
 
 @cache
 def composed_files() -> dict[str, dict[Any, Any]]:
-    """Return the configuration files that verl ships, by name without suffix, as differences from its defaults."""
+    """Return the configuration files that verl ships, by name without suffix, as differences from verl's defaults."""
     return {name: {} for name in _table()["files"]} | _table()["says"]
 
 
 def unread_problems(unread_values: Mapping[str, Any], values: Mapping[str, object]) -> list[Problem]:
-    """Return a problem for each key on whose value verl would act.
+    """Return a problem for each key whose value would have an effect in verl.
 
     Args:
-        unread_values: the user's values of keys that nothing reads.
+        unread_values: the user's values of keys that nothing here reads.
         values: all keys that are read, to which a row may refer: `"${actor_rollout_ref.rollout.n}"`.
     """
     leaves = dict(leaf for path, value in unread_values.items() for leaf in _leaves(path, value))
     all_values = {**values, **leaves}
     problems: list[Problem] = []
-    refused_above: list[Unread] = []  # a mapping that is refused is one problem, however many keys it has
+    refused_above: list[Unread] = []  # a refused mapping is reported once, however many keys it has
     for path, value in leaves.items():
         row = unread(path)
         if row is None or not row.refused or row.why_idle(all_values) or row in refused_above:
@@ -116,8 +117,8 @@ def unread_notes(values: Mapping[str, object], named: Collection[str], read_valu
     """Return a note for each reason with the keys that have no effect because of it.
 
     Args:
-        values: values of keys that nothing reads.
-        named: keys that a note always names; of the others it names a few.
+        values: values of keys that nothing here reads.
+        named: keys that a note always names; it only names a few of the others.
         read_values: values of all keys that are read.
     """
     silenced: dict[str, list[str]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Loggers by name. The library behind a logger is imported when the logger is requested."""
+"""Loggers by name. The library of a logger is only imported when the logger is requested."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ LOGGERS: Mapping[str, str] = {
     "trackio": "tether.metrics.loggers.trackio:TrackioLogger",
     "swanlab": "tether.metrics.loggers.swanlab:SwanlabLogger",
 }
-"""Name -> module:class, called with a `RunInfo`. A new name also goes into ``LoggerName`` of `tether.loop.config`."""
+"""Name -> module:class, called with a `RunInfo`. The name of a new logger must also be added to ``LoggerName`` of
+`tether.loop.config`."""
 ALIASES: Mapping[str, str] = {"file": "jsonl"}
-"""verl's names for our loggers."""
+"""verl's names for tether's loggers."""
 
 
 @runtime_checkable
@@ -76,7 +77,7 @@ class WarningDisplay(Protocol):
 
 @runtime_checkable
 class KeepsWarnings(Protocol):
-    """A logger that writes the messages to the user to a file."""
+    """A logger that also writes messages to the user into a file."""
 
     def keep_warning(self, message: str) -> None:
         """Write a warning."""
@@ -85,15 +86,15 @@ class KeepsWarnings(Protocol):
 
 @runtime_checkable
 class TakesNotes(Protocol):
-    """A logger that logs some things otherwise than they are, and says so."""
+    """A logger that cannot log everything unchanged, and reports what it changed."""
 
     def take_notes(self) -> list[str]:
-        """Return what the user should know, each note once."""
+        """Return notes for the user, each once."""
         ...
 
 
 class Loggers:
-    """All loggers of a run, behind the interface of one."""
+    """All loggers of a run, behind the interface of a single one."""
 
     def __init__(self, loggers: Mapping[str, Logger]) -> None:
         self._loggers = loggers
@@ -120,7 +121,7 @@ class Loggers:
         for display in displays:
             display.warn(message)
         if not displays:
-            _without_display.warning(message)  # which the files of warnings read, too
+            _without_display.warning(message)  # recorded by the loggers' warning files, too
             return
         for logger in self._loggers.values():
             if isinstance(logger, KeepsWarnings):
@@ -137,7 +138,7 @@ def build_loggers(names: str | Sequence[str], run: RunInfo) -> Loggers:
     """Build the loggers that `trainer.logger` names; jsonl is always included.
 
     Args:
-        names: a name or a list of names of `LOGGERS`, or ``FILE.py:NAME`` of the user's (`own_logger`).
+        names: a name or a list of names of `LOGGERS`, or ``FILE.py:NAME`` for a user-defined logger (`own_logger`).
         run: the run that they belong to.
 
     Raises:
@@ -145,7 +146,7 @@ def build_loggers(names: str | Sequence[str], run: RunInfo) -> Loggers:
     """
     requested = [names] if isinstance(names, str) else list(names)
     ordered = dict.fromkeys(["jsonl", *(ALIASES.get(name, name) for name in requested)])
-    factories = {name: _load(name) for name in ordered}  # check every name before a logger writes anything
+    factories = {name: _load(name) for name in ordered}  # check all names before any logger writes
     return Loggers({name: factory(run) for name, factory in factories.items()})
 
 

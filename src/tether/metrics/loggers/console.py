@@ -6,8 +6,8 @@ On a terminal each step prints a row, and a status line below the rows shows the
        12   0.412       -  0.0031    21.4    1.203        1.31      0.44     6.1
     ━━━━━━━━━━━╸━━━━━━━━━━━━━━━  step 13/60   update_actor 12/32  3.4s   elapsed 1:24   left 5:02
 
-The columns are the numbers that the run has logged so far; if they do not fit on the terminal, the least important ones
-are left out, never cut off.
+The columns are the numbers that the run has logged so far; if they do not fit on the terminal, the least important
+columns are omitted.
 
 In a file or a pipe the same step is ``step:12 - critic/score/mean:0.412 - ...``. During a long step, a line such as
 ``step 13/60: update_actor 12/32, 34 s`` appears every few seconds.
@@ -45,8 +45,8 @@ STEPS_OF_PACE = 10
 class ConsoleLogger:
     """Shows a run on the screen.
 
-    If the screen fails (closed pipe, odd terminal), it is switched off with one warning and the run continues: every
-    number is also in `metrics.jsonl`.
+    If writing to the screen fails, it is switched off with one warning and the run continues, because every number is
+    also in `metrics.jsonl`.
     """
 
     def __init__(self, run: RunInfo, screen: Screen | None = None) -> None:
@@ -111,7 +111,7 @@ class _Display(Protocol):
 
 
 class _Pace:
-    """Progress and remaining time, which is the mean time of the last steps times the remaining steps."""
+    """Progress and remaining time, estimated as the mean time of recent steps times the remaining steps."""
 
     def __init__(self, run: RunInfo) -> None:
         self.total = run.total_steps
@@ -129,7 +129,7 @@ class _Pace:
         self.step = step
 
     def warming_up(self) -> bool:
-        """Return whether only the first step of this process is known, which includes compilation and empty caches."""
+        """Return whether only the first step, which includes compilation and filling caches, is finished so far."""
         return len(self._finished) < 2
 
     def running(self) -> str:
@@ -140,7 +140,7 @@ class _Pace:
         return time.monotonic() - self._start
 
     def remaining(self) -> float | None:
-        """Return the remaining seconds; None while they are unknown."""
+        """Return the estimated remaining seconds; None while unknown."""
         if self.total is None or not self._finished:
             return None
         start = self._before_first if len(self._finished) == 1 else self._finished[0]
@@ -154,7 +154,7 @@ class _Pace:
 
 
 class _Plain:
-    """Lines of text in the encoding of the stream."""
+    """Writes lines of text in the encoding of the stream."""
 
     def __init__(self, console: Screen, pace: _Pace) -> None:
         self._console = console
@@ -200,7 +200,7 @@ class _Plain:
 
 
 class _Live:
-    """Rows that stay, and below them a status line that is redrawn four times a second."""
+    """Rows that stay on the screen, above a status line that is redrawn four times a second."""
 
     def __init__(self, console: Screen, pace: _Pace) -> None:
         self._console = console
@@ -264,7 +264,7 @@ class _Live:
 
 
 def _columns(logged: set[str], width: int) -> tuple[str, ...]:
-    """Return the labels that have a number, without the least important ones if they do not fit."""
+    """Return the labels that have a number, without the least important ones if they do not all fit."""
     shown = [label for label in LABELS if label in logged]
     for label in OPTIONAL_LABELS:
         if len(_row("", shown, {})) >= width and label in shown:

@@ -11,18 +11,18 @@ VALIDATION = "val-core/"
 
 @dataclass(frozen=True)
 class Headline:
-    """A number on the screen."""
+    """A number of the summary."""
 
     label: str
     keys: tuple[str, ...]
-    """The first of these keys that is logged is shown."""
+    """Metric keys; the first one that is logged is shown."""
     style: str
-    """A format specification."""
+    """A format specification for the number."""
     is_alarm: bool = False
-    """Whether it is shown only when it is not 0."""
+    """Whether it is only shown if it is not 0."""
 
     def shown(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """Return key -> formatted number of those to be shown."""
+        """Return key -> formatted number; empty if the number is not to be shown."""
         keys = (key for key in self.keys if key in metrics and (metrics[key] or not self.is_alarm))
         return {key: format(metrics[key], self.style) for key in keys}
 
@@ -66,7 +66,7 @@ def validation_means(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def evaluation_score(metrics: Mapping[str, float]) -> float:
     """Return the score of an evaluation: the mean over data sources, the mean return of its episodes, or minus the
-    loss; -inf without any."""
+    loss; -inf if there is none."""
     scores = list(validation_means(metrics).values())
     scores = scores or [metrics.get("eval/return", -metrics.get(HELD_OUT_LOSS, math.inf))]
     score = sum(scores) / len(scores)
@@ -74,7 +74,7 @@ def evaluation_score(metrics: Mapping[str, float]) -> float:
 
 
 def headline_values(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return label -> formatted number of the logged numbers; "val" is the mean over data sources, or a return."""
+    """Return label -> formatted number of the logged ones; "val" is the mean over data sources, or the mean return."""
     shown = {}
     for headline in HEADLINES:
         if numbers := headline.shown(metrics):

@@ -1,12 +1,12 @@
-"""Every metric and every sample of a run as lines of JSON: `metrics.jsonl` and `samples.jsonl` in its folder.
+"""Every metric and sample of a run as lines of JSON, in `metrics.jsonl` and `samples.jsonl` of its folder.
 
-`events.jsonl` beside them has the starts of the run, each with its configuration, and the warnings.
+`events.jsonl` has the starts of the run, each with its configuration, and the warnings.
 
-`tether plot` and other tools read these files. `log` returns after the complete line is in the file, and after it is on
-disk unless lines come faster than one per second. A step has one line: metrics that are logged later, such as the
-duration of its checkpoint, are added to that line. A run that resumes from step N first drops the lines after N, so
-that no step occurs twice, and appends dropped metrics to `discarded.jsonl`; a fresh run moves older files aside.
-Metrics and samples that are deleted during the run are written again, with all their lines.
+`tether plot` and other tools read these files. `log` returns when the complete line is in the file; lines are synced to
+disk at most once per second. A step has one line: metrics that are logged later, such as the duration of its
+checkpoint, are added to that line. A run that resumes from step N first drops the lines after N, so that no step occurs
+twice, and appends dropped metrics to `discarded.jsonl`; a fresh run moves older files aside. Files of metrics or
+samples that are deleted during the run are written again completely.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def read_events(run_directory: Path) -> list[JsonObject]:
 
 
 class _Events(logging.Handler):
-    """Starts and warnings of a run, those that tether logs included. A failure loses an event, and ends nothing."""
+    """Records a run's starts and warnings, including those that tether logs. A failure only loses the event."""
 
     def __init__(self, run: RunInfo) -> None:
         super().__init__(logging.WARNING)
@@ -125,7 +125,7 @@ class _Events(logging.Handler):
         logging.getLogger("tether").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep what any module of tether logs as a warning or an error."""
+        """Record what any module of tether logs as a warning or an error."""
         self.add("warning", {"text": record.getMessage()})
 
     def add(self, kind: str, content: Mapping[str, object]) -> None:
@@ -140,10 +140,10 @@ class _Events(logging.Handler):
 
 
 def code_version() -> str | None:
-    """Return the commit of the clone that this package is in; None if it is installed without one."""
+    """Return the commit of the clone that contains this package; None if it is not installed from a clone."""
     git = Path(__file__).resolve().parents[4] / ".git"
     try:
-        if git.is_file():  # a worktree names its folder there
+        if git.is_file():  # in a worktree, .git is a file that names its folder
             git = Path(git.read_text().removeprefix("gitdir:").strip())
         head = (git / "HEAD").read_text().strip()
         if not head.startswith("ref: "):
@@ -167,7 +167,7 @@ class _Lines:
         self._path = path
         self._synced = -math.inf
         self.last_step: int | None = None
-        """Step of the last line of the run that is resumed."""
+        """Step of the last line kept from the run that is resumed."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if resumed_step is None:
@@ -188,17 +188,18 @@ class _Lines:
 
     def append(self, records: Sequence[JsonObject]) -> None:
         lines = "".join(json.dumps(record, default=str, ensure_ascii=False) + "\n" for record in records)
-        self._put(lines.encode(errors="backslashreplace"))  # a lone surrogate becomes JSON's own escape
+        self._put(lines.encode(errors="backslashreplace"))  # write a lone surrogate as JSON's own escape
 
     def extend(self, step: int, additions: Mapping[str, float | None]) -> None:
-        """Overwrite the ``}`` that ends the last line, that of `step`, with ``, "key": value}``."""
+        """Overwrite the ``}`` at the end of the last line, which must be of `step`, with ``, "key": value}``."""
         if self._path.exists() and not self._is_open_there():
-            self.append([{"step": step, **additions}])  # the last line of a replaced file may be of another step
+            # After the file was replaced, its last line may be of another step.
+            self.append([{"step": step, **additions}])
         else:
             self._put(f", {json.dumps(additions)[1:]}\n".encode(), over=len("}\n"))
 
     def _put(self, data: bytes, over: int = 0) -> None:
-        """Write at the end, over the last `over` bytes; a full disk leaves the file unchanged."""
+        """Write at the end, replacing the last `over` bytes; if the disk is full, the file is unchanged."""
         try:
             self._follow()
             start = self._file.seek(-over, os.SEEK_END)
@@ -247,7 +248,7 @@ class _Lines:
 
 def _open(path: Path) -> FileIO:
     path.touch()
-    return path.open("r+b", buffering=0)  # not "ab", which can only write at the end
+    return path.open("r+b", buffering=0)  # not "ab", which could only write at the end
 
 
 def _write(file: FileIO, data: bytes) -> None:
@@ -275,7 +276,7 @@ def _free_name(path: Path) -> Path:
 def _records(path: Path) -> Iterator[tuple[bytes, JsonObject]]:
     """Yield each line and its content; an incomplete last line, left by a killed process, is skipped.
 
-    So is what a run that is still training writes meanwhile: where it extends its last line, the rest is no line.
+    A line that a running training is just extending is skipped in the same way.
     """
     with path.open("rb") as file:
         end, start = os.fstat(file.fileno()).st_size, 0

@@ -1,4 +1,4 @@
-"""MLflow. The tracking server is mlflow's own setting; without one, a SQLite file in the run's folder is used."""
+"""MLflow. The tracking server is configured in mlflow itself; by default a SQLite file in the run's folder is used."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tether.metrics.loggers.protocol import LogFailed, RunInfo, Sample
 
 ID_FILE = "mlflow_run_id.txt"
 MAX_BATCH = 100
-"""Parameters that mlflow takes in one call."""
+"""Maximum parameters in one call of mlflow."""
 MAX_METRICS = 1000
-"""Metrics that mlflow takes in one call."""
+"""Maximum metrics in one call of mlflow."""
 MAX_NAME = 250
-"""Characters of the name of a metric or parameter."""
+"""Maximum characters of the name of a metric or parameter."""
 MAX_VALUE = 6000
-"""Number of characters of a parameter that mlflow stores."""
+"""Maximum characters of a parameter's value."""
 
 
 class MlflowLogger:
@@ -110,7 +110,7 @@ def _storing() -> Iterator[None]:
 
 
 def _mlflow_name(key: str) -> str:
-    """Return a name that mlflow accepts: one that is also a relative path in its shortest form, and not too long."""
+    """Return a name that mlflow accepts: a normalised relative path that is not too long."""
     segments = _in_mlflow_characters(key).split("/")
     name = "/".join(f"_{segment}" if segment in ("", ".", "..") else segment for segment in segments)
     if len(name) <= MAX_NAME:

@@ -1,4 +1,4 @@
-"""A user-defined logger, ``FILE.py:NAME``: a class that is called with the `RunInfo`; only its `log` is required."""
+"""User-defined loggers, ``FILE.py:NAME``: a class that is called with a `RunInfo` and only needs the method `log`."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ METHODS: Mapping[str, tuple[str, ...]] = {
 
 
 class HasLog(Protocol):
-    """A logger with the one method that is required."""
+    """A logger with its one required method."""
 
     @property
     def log(self) -> Callable[..., None]:
-        """The function of a step and its metrics."""
+        """Return the method that receives a step and its metrics."""
         ...
 
 
 class OwnLogger:
-    """Adapter of a user-defined logger: methods that it lacks do nothing."""
+    """Adapter of a user-defined logger; methods that it does not define do nothing."""
 
     def __init__(self, logger: HasLog) -> None:
         self._logger = logger
         self.log = logger.log
-        for optional in ("phase", "warn"):  # a logger that has these methods receives phases and warnings
+        for optional in ("phase", "warn"):  # the loop only calls these methods if the logger has them
             if hasattr(logger, optional):
                 setattr(self, optional, getattr(logger, optional))
 

@@ -1,4 +1,4 @@
-"""The protocol of loggers: they receive the metrics of each step, and samples to look at."""
+"""The protocol of loggers, which receive the metrics of each step, and samples for people to read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class Sample:
-    """A response to look at, with its reward."""
+    """A response for people to read, with its reward."""
 
     index: int
     """Row of the dataset, which identifies the sample in every table and file."""
@@ -39,11 +39,11 @@ class Sample:
     """None if the reward abstained or failed."""
     ground_truth: object = None
     note: str = ""
-    """Why there is no reward."""
+    """The reason for a missing reward."""
     truncated: bool = False
     """Whether the response was cut by the length limit."""
     extra: Mapping[str, object] = field(default_factory=dict)
-    """Values that the reward returned along with the score, such as `acc`, `reason` and its components."""
+    """Further values that the reward returned with the score, such as `acc`, `reason` and its components."""
 
 
 class LogFailed(OSError):
@@ -51,7 +51,7 @@ class LogFailed(OSError):
 
 
 def log_failed(path: Path, error: OSError) -> LogFailed:
-    """The error of a file of a log, with what to do."""
+    """Return the error for a log file that cannot be written, including the fix."""
     fix = "Raise the limit (ulimit -f)" if error.errno == EFBIG else "Free space on that disk or make it writable"
     return LogFailed(
         error.errno,
@@ -61,7 +61,7 @@ def log_failed(path: Path, error: OSError) -> LogFailed:
 
 
 class Logger(Protocol):
-    """Receives the results of a run; built from a `RunInfo`."""
+    """Receives the results of a run; constructed with a `RunInfo`."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step. Steps never decrease within a process."""
@@ -72,5 +72,5 @@ class Logger(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is pending. Nothing is logged afterwards."""
+        """Write what is pending; nothing is logged afterwards."""
         ...

@@ -1,4 +1,4 @@
-"""SwanLab. Online or offline is swanlab's own setting (`swanlab offline`, or SWANLAB_MODE)."""
+"""SwanLab. Whether it is online is configured in swanlab itself (`swanlab offline`, or SWANLAB_MODE)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ID_FILE = "swanlab_run_id.txt"
 
 
 class SwanlabLogger:
-    """Logs to a swanlab run, which a resumed run continues; offline, each resume has a file of its own.
+    """Logs to a swanlab run, which a resumed run continues; offline, each resume writes its own file.
 
     Raises:
         ValueError: swanlab is online and nobody is logged in.
@@ -32,7 +32,8 @@ class SwanlabLogger:
                 log_dir=str(run.directory / "swanlab"),
                 id=id_file.read_text(),
                 resume="allow",
-                settings=swanlab.Settings(terminal={"proxy_type": "none"}),  # its capture garbles a live display
+                # Its capture of the terminal garbles a live display.
+                settings=swanlab.Settings(terminal={"proxy_type": "none"}),
             )
         except RuntimeError as error:
             raise ValueError(

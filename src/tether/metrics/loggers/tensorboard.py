@@ -1,6 +1,6 @@
 """TensorBoard event files in `<run>/tensorboard`.
 
-They are written at once, by this thread: torch's own writer has a thread, whose errors come late, or as a traceback.
+Events are written synchronously. torch's own writer uses a thread, whose errors appear late or only as a traceback.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TensorboardLogger:
         self._file.close()
 
     def _write(self, events: Iterable[Event]) -> None:
-        """Append events; a full disk leaves the file as it was."""
+        """Append events; if the disk is full, the file is unchanged."""
         records = io.BytesIO()
         writer = RecordWriter(records)
         for event in events:
@@ -83,6 +83,6 @@ def _event(step: int, summary: Summary) -> Event:
 def _markdown(sample: Sample) -> str:
     reward = sample.note or "none" if sample.reward is None else f"{sample.reward:g}"
     text = f"{sample.prompt}\n-----\n{sample.response}"
-    # Indented, so that it is shown verbatim and not as markdown.
+    # Indented, so that it is shown verbatim instead of as markdown.
     indented = "\n".join(f"    {line}" for line in text.splitlines())
     return f"**row {sample.index}, reward {reward}**\n\n{indented}"

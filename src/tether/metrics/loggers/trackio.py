@@ -1,4 +1,4 @@
-"""trackio, which stores on this machine; where else, such as a Space, is trackio's own setting (TRACKIO_DIR, ...)."""
+"""trackio, which stores on this machine; other targets, such as a Space, are configured in trackio itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tether.metrics.loggers.protocol import RunInfo, Sample
 
 
 class TrackioLogger:
-    """Logs to a trackio run. A resumed run continues the last one of its name, and repeats steps with equal values."""
+    """Logs to a trackio run. A resumed run continues the last one of its name; repeated steps have equal values."""
 
     def __init__(self, run: RunInfo) -> None:
         self._run = trackio.init(

@@ -1,4 +1,4 @@
-"""Weights & Biases. Online or offline is wandb's own setting (`wandb offline`, or its environment variable)."""
+"""Weights & Biases. Whether it is online is configured in wandb itself (`wandb offline`, or the environment)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ AS_TEXT = ("ground_truth", "extra")
 class WandbLogger:
     """Logs to a wandb run, which a resumed run continues.
 
-    wandb drops steps that it already has when a resumed run logs them again. Nothing is lost, because resuming repeats
-    them exactly.
+    wandb ignores steps that it already has when a resumed run logs them again. Nothing is lost, because a resumed run
+    repeats them exactly.
     """
 
     def __init__(self, run: RunInfo) -> None:
