@@ -373,7 +373,7 @@ class EnvCollector:
                 finals = self._play(act, noise.numpy(), rows)
             else:
                 finals = self._play_ready(in_groups, act, noise.numpy(), rows)
-        except ValueError:  # a non-finite action may follow from a non-finite observation, which is then reported instead
+        except ValueError:  # of a non-finite action; report a non-finite observation instead if it is the cause
             if arrays is None:
                 self._refuse(_not_finite(rows, []))
             raise

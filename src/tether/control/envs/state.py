@@ -206,7 +206,7 @@ class _Pickler(pickle.Pickler):
             raise pickle.PicklingError(
                 f"{obj.__qualname__} was made after the environment and has variables of its own"
             )
-        return f"{obj.__qualname__} {id(obj.__code__)}"  # a fingerprint has a function's name only, since code is not state
+        return f"{obj.__qualname__} {id(obj.__code__)}"  # fingerprints have names of functions: code is not state
 
     def _check_memory(self, array: Array) -> None:
         """Refuse views, which unpickling would turn into separate arrays."""
@@ -337,7 +337,7 @@ class _Finder:
 
     def _layers_and_functions(self, value: object) -> list[object]:
         """Return the layers and functions in a value, but not the contents of these."""
-        if id(value) not in self._contents:  # cached, because both passes search the attributes of layers, and pickling is slow
+        if id(value) not in self._contents:  # cached: both passes search layers, and pickling is slow
             contents = list[object]()
             with suppress(Exception):  # user classes may raise anything
                 _FindingPickler(contents).dump(value)

@@ -238,7 +238,7 @@ class _Graph:
             at_least = self._op("Max", action, self._constant(space.low))
             self._op("Min", at_least, self._constant(space.high), name=name)
         else:
-            start = np.asarray(getattr(space, "start", 0), _dtype(space))  # MultiBinary has no start; its actions begin at 0
+            start = np.asarray(getattr(space, "start", 0), _dtype(space))  # MultiBinary begins at 0
             self._op("Add", action, self._constant(start), name=name)
 
     def _numbers(self, field: ObsPart, space: Space) -> str:
