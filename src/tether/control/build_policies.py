@@ -202,7 +202,7 @@ def saved_policy(path: Path, key: str) -> Policy:
 
     Raises:
         ValueError: the folder has no checkpoint of a control policy.
-        CheckpointDamaged: a file differs from what was saved.
+        CheckpointDamaged: a file differs from the saved one.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint is None:

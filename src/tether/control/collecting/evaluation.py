@@ -121,7 +121,7 @@ def _check(env_id: str, numbers: dict[str, Array], obs: Observation, step: int) 
 
 
 def _stuck(env: VectorEnv, obs: Observation) -> Flags:
-    """Return which masks allow nothing, as those of environments that wait may."""
+    """Return which masks allow nothing, which is valid only for environments that wait."""
     if ACTION_MASK in obs and (choices := choices_of(env.actions)):
         return allows_nothing(obs[ACTION_MASK], choices)
     return np.zeros(env.num_envs, dtype=np.bool_)

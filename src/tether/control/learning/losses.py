@@ -297,7 +297,7 @@ def value_gradient(
 ) -> Numbers:
     """Return the derivative [B, 1] of `tether.algorithms.value_loss` with respect to the values.
 
-    The loss is the maximum of those of V and of the clipped V; the derivative of the latter is 0 where the clip binds.
+    The loss is the larger one of V's and the clipped V's; the derivative of the latter is 0 where the clip binds.
     Since both depend on the distance to R only, the maximum is the loss with the larger distance.
     """
     error = values - returns

@@ -1,1 +1,1 @@
-"""Training of reward models on preference pairs."""
+"""Training of reward models on pairs of responses, of which one is preferred."""

@@ -32,7 +32,7 @@ class Unsupported(Exception):
 
 
 class NotRead(Exception):
-    """A key that RLinf itself does not read in such a file; its message has the key that it reads instead."""
+    """A key that RLinf itself ignores in a file; the message names the key that it reads instead."""
 
 
 def same(value: object, values: Values) -> object:
