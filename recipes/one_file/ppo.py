@@ -8,9 +8,9 @@ One step, as in `train` below::
 
     prompts -> responses -> scores -> rewards (less the KL) -> advantages (GAE) -> update of the critic and the policy
 
-The parts are those of `tether train`: `tether.algorithms` has the mathematics, `tether.text` the models, the sampler
-and the data. The loop is all here, and a test compares its weights with those of the trainer, bit for bit. What the
-trainer adds to it is in README.md beside this file.
+The components are those of `tether train`: `tether.algorithms` has the mathematics, `tether.text` the models, the
+sampler and the data. The complete loop is in this file, and a test checks that its weights are bitwise equal to those
+of the trainer. README.md in this folder lists what the trainer adds to it.
 """
 
 import argparse
@@ -56,7 +56,7 @@ from tether.text.sampling.engine import NativeEngine, eos_token_ids
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 # Two to four statements about people and a question ("Who can't bear playing the oboe?"); the first word of the
-# response has to be the right name. The parts `train` and `test` share no question.
+# response has to be the right name. The splits `train` and `test` have no question in common.
 TASK = (
     "reasoning_gym:needle_haystack?min_num_statements=2&max_num_statements=4&extract=first_word"
     "&system=Reply%20with%20the%20name%20alone."
@@ -65,7 +65,7 @@ TASK = (
 
 @dataclass(frozen=True)
 class Args:
-    """The settings, each with the key of `tether train` that means the same (policy = actor_rollout_ref)."""
+    """The settings, each with the equivalent key of `tether train` (policy = actor_rollout_ref)."""
 
     model: str = "smollm2-135m"  # policy.model.path, critic.model.path
     train_data: str = f"{TASK}&part=train&seed=1&size=2000"  # data.train_files
@@ -106,7 +106,7 @@ Loss = tuple[Tensor, dict[str, Metric]]
 
 
 def rule(prompt: Prompt, response: str) -> float:
-    """Score a response with the rule of its dataset; for a task of your own, pass another function to `train`."""
+    """Score a response with the rule of its dataset; for your own task, pass a different function to `train`."""
     function = find_reward(prompt.data_source)
     outcome = outcome_of(function(prompt.data_source, response, prompt.ground_truth, prompt.extra_info))
     if not isinstance(outcome, Score):  # a failure must never become a score of 0
@@ -131,8 +131,8 @@ def train(args: Args, reward: Reward = rule) -> tuple[Learner, Learner, PreTrain
     path = resolve_model_path(args.model, cache_dir())
     tokenizer = load_tokenizer(path)
     policy = Learner(load_causal_lm(path, dtype=torch.float32).to(device), dtype, args)
-    reference = load_causal_lm(path, dtype=dtype).to(device)  # remains what the policy was
-    # The same layers under a head that starts at zero, so that the first advantages are the rewards.
+    reference = load_causal_lm(path, dtype=dtype).to(device)  # stays equal to the initial policy
+    # The same layers with a value head that starts at zero, so the first advantages are the rewards.
     critic = Learner(load_critic(path, dtype=torch.float32).to(device), dtype, args)
 
     options = PromptOptions(args.max_prompt_length)
@@ -140,8 +140,8 @@ def train(args: Args, reward: Reward = rule) -> tuple[Learner, Learner, PreTrain
     held_out = PromptDataset(load_rows(args.eval_data), tokenizer, options)
     prompt_sampler = PromptSampler(len(prompts), args.batch_size, shuffle=True, seed=args.seed)
 
-    # The sampler shares the policy's weights, so no update has to be copied. Its noise depends on the seed, the step,
-    # the sample and the token alone, so a run can be repeated exactly.
+    # The sampler shares the policy's weights, so updates need not be copied. Its noise depends only on the seed, the
+    # step, the sample and the token, so a run can be repeated exactly.
     sampler = NativeEngine(policy.model, eos_token_ids=eos_token_ids(policy.model))
     sampling = SamplingParams(args.max_response_length, n=args.responses, temperature=args.temperature)
     policy_forward = PolicyForward(args.temperature, with_entropy=True)
@@ -155,20 +155,20 @@ def train(args: Args, reward: Reward = rule) -> tuple[Learner, Learner, PreTrain
         rollout = sampler.generate([task.token_ids for task in tasks], sampling, NoiseKey(args.seed, step))
         batch = TrainBatch.assemble(rollout, score(tasks, rollout, tokenizer, reward))
 
-        # Recomputed by the kernels of the update instead of taken from the sampler, so that the first ratios are 1.
+        # Recomputed with the kernels of the update instead of taken from the sampler, so that the first ratios are 1.
         outputs = infer(policy.model, policy_forward, batch, args)
         batch.old_log_probs = outputs.log_probs
         batch.ref_log_probs = infer(reference, PolicyForward(args.temperature), batch, args).log_probs
         batch.values = infer(critic.model, ValueForward(), batch, args).values
 
-        # The score is the reward of a response's last token, and every token pays for its KL to the reference.
+        # The score is the reward of a response's last token; the KL penalty to the reference is subtracted per token.
         mask = batch.response_mask
         kl = kl_penalty(batch.old_log_probs, batch.ref_log_probs, args.kl_reward_estimator, mask)
         rewards, mean_kl = apply_kl_penalty(batch.token_level_scores, kl, mask, kl_coef=args.kl_reward_coef)
         estimate = ADVANTAGE_ESTIMATORS["gae"](rewards, mask, values=batch.values, gamma=args.gamma, lam=args.lam)
         batch.advantages, batch.returns = estimate.advantages, estimate.returns
 
-        remaining = 1 - (step - 1) / args.steps  # both learning rates fall linearly to zero
+        remaining = 1 - (step - 1) / args.steps  # both learning rates decay linearly to zero
         metrics = update(critic, args.critic_lr * remaining, ValueForward(), critic_loss, batch, args)
         metrics |= update(policy, args.actor_lr * remaining, policy_forward, policy_loss, batch, args)
 
@@ -195,7 +195,7 @@ def score(tasks: list[Prompt], rollout: RolloutBatch, tokenizer: PreTrainedToken
 
 
 def micro_batches(batch: TrainBatch, args: Args) -> list[Tensor]:
-    """Return the rows of each micro-batch. Rows are packed: the responses to a prompt share the prompt's tokens."""
+    """Return the rows of each micro-batch. Rows are packed: responses to the same prompt share the prompt's tokens."""
     return [torch.tensor(rows) for rows in MicroBatching(max_tokens=args.max_tokens).split(row_sizes(batch))]
 
 
@@ -205,7 +205,7 @@ def infer(model: PreTrainedModel, forward: PolicyForward | ValueForward, batch: 
     """Return the outputs of a model for each response token, without gradients, on the CPU."""
     groups = micro_batches(batch, args)
     outputs = torch.cat([forward(model, batch[rows]) for rows in groups]).cpu()
-    return outputs[torch.cat(groups).argsort()]  # micro-batches are sorted by length; this is the order of the batch
+    return outputs[torch.cat(groups).argsort()]  # back to the order of the batch; micro-batches are sorted by length
 
 
 @deterministic_kernels()
@@ -223,7 +223,7 @@ def update(
     for _ in range(args.epochs):
         for rows in torch.arange(len(batch)).split(args.mini_batch_size * args.responses):
             mini = batch[rows]
-            # Losses are divided by the counts of the whole mini-batch, so max_tokens never changes the gradient.
+            # Losses are divided by the token counts of the mini-batch, so max_tokens does not change the gradient.
             counts = count_valid(mini.response_mask)
             learner.masters.begin_gradients()
             for group in micro_batches(mini, args):

@@ -6,9 +6,9 @@ One step, as in `train` below::
 
     observations -> actions -> rewards -> values -> advantages (GAE) -> update of the policy and the critic
 
-The parts are those of `tether train`: `tether.algorithms` has the mathematics, `tether.control` environments and
-policies. The loop is all here, and a test compares its weights with those of the trainer, bit for bit. What the trainer
-adds to it is in README.md beside this file.
+The components are those of `tether train`: `tether.algorithms` has the mathematics, `tether.control` environments and
+policies. The complete loop is in this file, and a test checks that its weights are bitwise equal to those of the
+trainer. README.md in this folder lists what the trainer adds to it.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from tether.observations import row_width
 
 @dataclass(frozen=True)
 class Args:
-    """The settings, each with the key of `tether train` that means the same (actor = actor_rollout_ref.actor)."""
+    """The settings, each with the equivalent key of `tether train` (actor = actor_rollout_ref.actor)."""
 
     env: str = "CartPole-v1"  # env.train.id
     save_to: str = "one_file_policy"
@@ -90,13 +90,13 @@ def train(args: Args) -> ControlPolicy:
 
     for step in range(1, args.steps + 1):
         start = time.perf_counter()
-        # Episodes continue where the last rollout ended. The noise depends on the seed and the step alone.
+        # Episodes continue where the last rollout ended. The noise depends only on the seed and the step.
         noise = policy.head.noise(collector.noise_shape, generator(args.seed, step, "noise"))
         batch = collector.collect(policy.acting(), noise)
         batch.update_from(RolloutForward()(policy, batch))  # log-probs of the actions, and values
         samples = advantages_of(batch, args)
 
-        lr = args.lr * (1 - (step - 1) / args.steps)  # falls linearly to zero
+        lr = args.lr * (1 - (step - 1) / args.steps)  # decays linearly to zero
         for epoch in range(args.epochs):
             for rows in plan.mini_batches(len(samples.obs), step - 1, epoch):
                 parameters.grads.zero_()
@@ -139,14 +139,14 @@ def advantages_of(batch: EnvBatch, args: Args) -> Samples:
     """Return the decisions of a rollout [M, T] as rows, with advantages and returns."""
     values = batch.values[..., 0]  # [M, T + 1]: before each step, and after the last
     next_values = values[:, 1:].clone()
-    next_values[batch.terminated] = 0.0  # nothing follows a failure or a success
-    next_values[batch.final_at] = batch.bootstrap_values[:, 0]  # a time limit only stops the clock
+    next_values[batch.terminated] = 0.0  # the value of a terminal state
+    next_values[batch.final_at] = batch.bootstrap_values[:, 0]  # truncated: bootstrap
     ended = batch.terminated | batch.truncated
     estimate = episodic_gae(
         batch.token_level_scores, values[:, :-1], next_values, ended, batch.valid, gamma=args.gamma, lam=args.lam
     )
     advantages = masked_whiten(estimate.advantages, batch.valid)
-    step, env = batch.valid.T.nonzero(as_tuple=True)  # the steps that were carried out, in the order of time
+    step, env = batch.valid.T.nonzero(as_tuple=True)  # the executed steps, in the order of time
     return Samples(
         obs=batch.seen[env, step],
         actions=batch.actions[env, step],
@@ -159,7 +159,7 @@ def advantages_of(batch: EnvBatch, args: Args) -> Samples:
 
 def backward(policy: ControlPolicy, samples: Samples, args: Args) -> None:
     """Compute the gradient of the loss in every parameter's ``grad``."""
-    # Autograd differentiates the loss, and the policy its own layers: in networks this small, that saves half the time.
+    # Autograd differentiates the loss, and the policy its own layers; for networks this small, it halves the time.
     passed = policy.run(samples.obs, None)
     outputs, values = passed.outputs.requires_grad_(), passed.values.requires_grad_()
     loss(policy, outputs, values, samples, args).backward(inputs=[outputs, values, *policy.head.parameters()])

@@ -1,5 +1,5 @@
-"""PPO in simulators: everything that trains such a policy, from environments to updates.
+"""PPO in simulators: everything needed to train a control policy, from environments to updates.
 
-`build` puts a run together, in order. `envs` steps simulators, `policies` are the networks, `collecting` plays
-episodes, `learning` computes advantages, losses and gradients.
+`build` assembles a run step by step. `envs` steps simulators, `policies` has the networks, `collecting` plays
+episodes, and `learning` computes advantages, losses and gradients.
 """

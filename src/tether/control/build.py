@@ -1,16 +1,16 @@
-"""Builds a control run from its configuration: `build_control_run` lists the parts in order, and each is below it.
+"""Builds a control run from its configuration; `build_control_run` calls the functions below it in this order.
 
 1. `fit_defaults`: defaults that depend on the environment.
-2. `_schedule`: when to save, test and stop.
+2. `_schedule`: when to save, evaluate and stop.
 3. `build_roles`: environments (`make_env`), policy (`policy_of`), `FlatEngine` and `EnvCollector`.
 4. `build_evaluation`: environments for evaluation.
-5. The trainer: `build_learner`, whose result learns by `ControlLoss`; `EnvRewards`, `ControlAdvantages` and
+5. The trainer: `build_learner`, whose learner minimises `ControlLoss`; `EnvRewards`, `ControlAdvantages` and
    `LearnedDecisions`.
-6. `_preflight`: what is checked before the first step.
+6. `_preflight`: the checks before the first step.
 
-A part is made by its `from_config`, which takes the sections that it reads.
+Each component is created by its `from_config`, which takes only the sections of the configuration that it reads.
 
-`build_agent` builds what acts with a saved policy.
+`build_agent` builds an agent that acts with a saved policy.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ from tether.runtime.run_lock import RunLock
 from tether.runtime.threads import num_threads, usable_cores
 
 ADDED_POLICY_KEYS = ("dtype", "relative_actions", "discrete_state_input")
-"""Keys of `policy` that checkpoints of an earlier release do not have."""
+"""Keys of `policy` that are missing from checkpoints of earlier releases."""
 DRAW = ("env.train.", "policy.", "algorithm.", "trainer.async_mode", "trainer.seed")
-"""Prefixes of the keys that determine a rollout, which may wait in a checkpoint."""
+"""Prefixes of the keys that determine a rollout. A rollout that a checkpoint stores is discarded if one changes."""
 
 if TYPE_CHECKING:
     from tether.control.collecting.agent import EnvAgent
@@ -81,12 +81,12 @@ def build_control_run(loaded: LoadedConfig) -> Run:
     """Build everything that a control run needs, and resume from a checkpoint if there is one.
 
     Raises:
-        ValueError: the environments cannot be made, no policy fits them, or the checkpoint is of different ones.
+        ValueError: the environments cannot be made, no policy fits them, or the checkpoint does not fit them.
     """
     directory = Path(loaded.config.trainer.default_local_dir)
     with ExitStack() as resources:
         resources.enter_context(RunLock(directory))
-        loaded = fit_defaults(loaded)  # first, because a checkpoint was saved with these defaults
+        loaded = fit_defaults(loaded)  # first, because checkpoints are saved with these defaults
         store, checkpoint = find_start(loaded)
         loaded = after_rollbacks(loaded, store, checkpoint)
         config = loaded.config
@@ -158,7 +158,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
 def fit_defaults(loaded: LoadedConfig) -> LoadedConfig:
     """Return the configuration with defaults for the environment's kind of actions and observations.
 
-    If the id does not determine them, one environment is made to look at its spaces.
+    If the id does not determine the kind, one environment is made to read its spaces.
 
     Raises:
         ValueError: the environment cannot be made.
@@ -190,7 +190,7 @@ def _has_vector_code_alone(train: TrainEnvConfig, policy: PolicyConfig) -> bool:
 
 def identity_of(config: RunConfig) -> dict[str, str]:
     """Return fingerprints that must not change when a checkpoint is resumed."""
-    # Checkpoints from before a key was added are those of its default.
+    # A checkpoint from before a key was added used the key's default.
     defaults = {name: PolicyConfig.model_fields[name].default for name in ADDED_POLICY_KEYS}
     values = [f"{name}={value!r}" for name, value in config.policy if (name, value) not in defaults.items()]
     return {"env.train.id": str(config.env.train.id), "policy": f"PolicyConfig({', '.join(values)})"}
@@ -224,7 +224,7 @@ class ControlRoles:
 def build_roles(
     config: RunConfig, checkpoint: Path | None, total_steps: int, logs: Path, resources: ExitStack
 ) -> tuple[ControlRoles, RankGroups | None]:
-    """Build the roles in this process, or on several devices together with the groups of processes."""
+    """Build the roles in this process, or on several devices; then also return the groups of processes."""
     if config.trainer.devices > 1:
         ranks = importlib.import_module("tether.control.ranks")
         roles_and_groups: tuple[ControlRoles, RankGroups] = ranks.roles_on_ranks(
@@ -243,7 +243,7 @@ def build_roles(
 
 
 def incidents_folder(config: RunConfig) -> Path:
-    """Return the folder of mini-batches that made no step."""
+    """Return the folder for mini-batches whose update was skipped because of a non-finite gradient."""
     return Path(config.trainer.default_local_dir) / "incidents" / "actor"
 
 
@@ -264,7 +264,7 @@ def make_env(
         pacing: fields of `tether.control.envs.make.Pacing`.
         view: fields of `tether.control.envs.make.View`.
         render: whether the environments must support rendering.
-        first: index of the first environment, if they are divided among ranks.
+        first: index of the first environment, if a run's environments are divided among ranks.
 
     Raises:
         ValueError: as in `tether.control.envs.make.make_vector_env`, or Gymnasium is not installed.
@@ -332,7 +332,7 @@ def view_of(train: TrainEnvConfig) -> dict[str, object]:
 
 
 def policy_of(config: RunConfig, checkpoint: Path | None, env: VectorEnv) -> Policy:
-    """Return the policy of a checkpoint, or of a new run, on its device.
+    """Return the policy of a checkpoint, or the initial policy of a new run, on its device.
 
     Raises:
         ValueError: no policy fits the environments.
@@ -343,7 +343,7 @@ def policy_of(config: RunConfig, checkpoint: Path | None, env: VectorEnv) -> Pol
         values = value_width(config.algorithm, config.policy)
         policy = start_policy(config.policy, config.actor_rollout_ref.model, env, values, config.trainer.seed)
     policy.spaces = spaces_of(env)
-    if config.trainer.device != "auto":  # the CPU: whether it pays depends on the network
+    if config.trainer.device != "auto":  # auto means the CPU, since only large networks are faster on a GPU
         policy.to(resolve_device(config.trainer.device))
     actor = config.actor_rollout_ref.actor
     if not isinstance(policy, ControlPolicy) or actor.ppo_micro_batch_size_per_gpu < actor.ppo_mini_batch_size:
@@ -357,7 +357,7 @@ def build_evaluation(
     """Build the evaluation of a policy in the environments of ``env.eval``, which `envs` closes.
 
     Raises:
-        ValueError: as in `make_env`, or the policy does not fit, or a package for videos is missing.
+        ValueError: as in `make_env`, or the policy does not fit them, or a package for videos is missing.
     """
     test, video = section.eval, section.eval.video_cfg
     pacing = {"chunk": policy_config.num_action_chunks}
@@ -370,7 +370,7 @@ def build_evaluation(
 
 
 def preprocessing_line(section: EnvConfig) -> str:
-    """Return a line about the observations and rewards that the policy is evaluated on."""
+    """Return a line that describes the observations and rewards of evaluations."""
     options = env_options(section.eval, "env.eval", {}, view_of(section.train))
     described: str = importlib.import_module("tether.control.envs.make").describe_preprocessing(options)
     return f"evaluated in {options.id} with the preprocessing: {described}"
@@ -435,7 +435,7 @@ def build_learner(config: RunConfig, roles: ControlRoles, total_steps: int) -> L
 def _preflight(
     few_envs: Callable[[], VectorEnv], source: StartStates, rollouts: EnvRollouts, actor: Learner[Any, RolloutOutputs]
 ) -> Callable[[], Preflight]:
-    # Collected steps are copied once, into the rows of the training batch.
+    # Twice, because collected steps are copied once, into the rows of the training batch.
     rows = MemoryNeed("a rollout, and the samples of it", torch.device("cpu"), 2 * rollouts.collector.nbytes)
     return partial(preflight, partial(sample_steps, few_envs, source, rollouts), [actor], [rows])
 
@@ -452,8 +452,8 @@ def _few_envs(train: TrainEnvConfig, policy_config: PolicyConfig, policy: Policy
 
 
 def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[EnvAgent, Callable[[], Env]]:
-    """Build the `tether.control.collecting.agent.EnvAgent` of a checkpoint, and a factory of environments of
-    ``env.eval``.
+    """Build the `tether.control.collecting.agent.EnvAgent` of a checkpoint, and a function that makes an environment
+    of ``env.eval``.
 
     Raises:
         ValueError: the checkpoint has no spaces and the environment cannot be made, or a package is missing.

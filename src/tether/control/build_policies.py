@@ -1,4 +1,4 @@
-"""Builds the policy that a run starts with, and the environments in the form that the policy needs."""
+"""Builds the initial policy of a run, and converts its environments to the actions of the policy."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from tether.types import JsonObject
 
 START = "actor_rollout_ref.model.path"
 _WITHOUT_TRANSFORMERS = (ControlPolicy, NetworkPolicy)
-"""Policies whose actions are those of the environment."""
+"""Policies whose actions are the environment's, without an encoding."""
 
 
 def start_policy(policy: PolicyConfig, model: ModelConfig, env: VectorEnv, value_width: int, seed: int) -> Policy:
-    """Return the policy that a run starts with: that of ``actor_rollout_ref.model.path``, or a new one.
+    """Return the initial policy of a run: the saved policy in ``actor_rollout_ref.model.path``, or a new one.
 
-    The former keeps its observation statistics: some entries hardly vary in demonstrations, so updating the statistics
-    in the first rollouts would change the policy's inputs completely.
+    A saved policy keeps its observation statistics: some entries hardly vary in demonstrations, so updating the
+    statistics in the first rollouts would change the policy's inputs completely.
 
     Raises:
-        ValueError: no policy fits the environment, or the path has no policy or one of a different shape.
+        ValueError: no policy fits the environment, or the path has no policy, or one of a different shape.
     """
     path, robots = model.path, _robot_policies(policy.model_type)
-    # A new policy loads the weights of a published one itself.
+    # new_policy loads the weights of published policies itself.
     if not path or (robots is not None and robots.weights_folder(path) is not None):
         return new_policy(policy, model, env, value_width, seed)
     start = saved_policy(Path(path), START)
@@ -68,11 +68,11 @@ def new_policy(
 
     Args:
         policy: section of the policy.
-        model: section of the weights, whose adapters transformers have.
+        model: section with the path of the weights and the adapters of transformer policies.
         env: the environment.
         value_width: number of values per observation, V.
         seed: seed of the weights.
-        known_fields: known fields of the shape of a vision-language-action or flow-matching policy.
+        known_fields: fields of the spec that are already known, for a vision-language-action or flow-matching policy.
 
     Raises:
         ValueError: this kind of policy does not support the environment's observations or actions.
@@ -202,7 +202,7 @@ def saved_policy(path: Path, key: str) -> Policy:
 
     Raises:
         ValueError: the folder has no checkpoint of a control policy.
-        CheckpointDamaged: a file differs from what was saved.
+        CheckpointDamaged: a file differs from the saved one.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
@@ -214,10 +214,10 @@ def saved_policy(path: Path, key: str) -> Policy:
 
 
 def published_of(policy: Policy, checkpoint: Path) -> Callable[[Path], None]:
-    """Return a function that exports a policy in the format of the published policy from which it started.
+    """Return a function that exports a policy in the format of the published policy that it was initialised from.
 
     Raises:
-        ValueError: it did not start from one, or the folder of that policy no longer exists.
+        ValueError: it was not initialised from one, or the folder of that policy no longer exists.
     """
     network = None if isinstance(policy, _WITHOUT_TRANSFORMERS) else getattr(policy.spec, "network", None)
     if network is None:
@@ -233,7 +233,7 @@ def published_of(policy: Policy, checkpoint: Path) -> Callable[[Path], None]:
 
 
 def env_for_policy(env: VectorEnv, policy: Policy) -> VectorEnv:
-    """Return the environments for the policy: if it encodes actions, they accept encoded ones."""
+    """Return the environments, wrapped to accept the policy's encoded actions if it encodes them."""
     code = code_of(policy)
     if code is None or not isinstance(env.actions, ContinuousActions) or env.actions.width != code.action_dim:
         return env
@@ -241,18 +241,18 @@ def env_for_policy(env: VectorEnv, policy: Policy) -> VectorEnv:
 
 
 def spaces_of(env: VectorEnv) -> JsonObject:
-    """Return the spaces of one environment, as they are saved with a policy."""
+    """Return the spaces of one environment as JSON, as they are saved with a policy."""
     saved: JsonObject = importlib.import_module("tether.control.envs.spaces").spaces_as_json(env.spaces)
     return saved
 
 
 def code_of(policy: Policy) -> ActionCode | None:
-    """Return the policy's action encoding: tokens, or a flow's chain of actions; None if actions are not encoded."""
+    """Return the policy's action encoding (action tokens or a flow's denoising chain); None if it has none."""
     return None if isinstance(policy, _WITHOUT_TRANSFORMERS) else policy.action_code()
 
 
 def _known_of(policy: Policy) -> dict[str, object] | None:
-    """Return the fields for `new_policy` that the policy that a run starts from determines."""
+    """Return the ``known_fields`` of `new_policy` that an initial policy determines."""
     return None if isinstance(policy, _WITHOUT_TRANSFORMERS) else policy.inherited_fields()
 
 
@@ -261,7 +261,7 @@ def _if_other(size: int, actors: int) -> int | None:
 
 
 def _copy_weights(policy: Policy, start: Policy, path: str) -> None:
-    """Copy the weights and statistics of one policy to another; a critic of a different width starts untrained."""
+    """Copy the weights and statistics of `start` to `policy`; a critic of a different width stays untrained."""
     set_by_run = ("value_width",) if isinstance(policy, _WITHOUT_TRANSFORMERS) else policy.set_by_run
     for field, wanted in vars(policy.spec).items():
         actual = getattr(start.spec, field, None)
@@ -284,7 +284,7 @@ def _of_critic(name: str) -> bool:
 
 
 def value_width(algorithm: AlgorithmConfig, policy: PolicyConfig) -> int:
-    """Return the number of values that the critic gives for an observation; 0 without a critic."""
+    """Return the number of values that the critic predicts for an observation; 0 without a critic."""
     if algorithm.adv_estimator != CRITIC:
         return 0
     return 1 if algorithm.reward_type == "chunk_level" else policy.num_action_chunks

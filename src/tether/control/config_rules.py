@@ -1,4 +1,4 @@
-"""The rules of an embodied run; those of its networks are beside the policies."""
+"""Rules that the configuration of a control run must satisfy; rules of networks are in ``policies/config_rules.py``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTROL_ESTIMATORS = (
 
 
 def mini_batch_fits_rollout(cfg: RunConfig) -> Problem | None:
-    """A mini-batch is a part of the rollout."""
+    """A mini-batch must not be larger than the rollout."""
     train, size = cfg.env.train, cfg.actor_rollout_ref.actor.ppo_mini_batch_size
     steps = train.total_num_envs * train.max_steps_per_rollout_epoch * train.rollout_epoch
     samples = steps // cfg.policy.num_action_chunks
@@ -34,7 +34,7 @@ def mini_batch_fits_rollout(cfg: RunConfig) -> Problem | None:
 
 
 def ignored_terminations_end(cfg: RunConfig) -> Problem | None:
-    """Only a time limit ends an episode whose terminations are ignored."""
+    """Ignoring terminations requires a time limit, since nothing else would end an episode."""
     for role, env in ((TRAIN, cfg.env.train), (EVAL, cfg.env.eval)):
         if env.ignore_terminations and env.max_episode_steps is None:
             what = f"True leaves episodes without an end, since {role}.max_episode_steps is null"
@@ -43,7 +43,7 @@ def ignored_terminations_end(cfg: RunConfig) -> Problem | None:
 
 
 def loss_has_no_second_sampler(cfg: RunConfig) -> Problem | None:
-    """The policy that is trained is the one that acted."""
+    """Bypass mode corrects for a separate sampler, but here the trained policy itself acts."""
     if cfg.actor_rollout_ref.actor.policy_loss.loss_mode != "bypass_mode":
         return None
     what = "bypass_mode corrects for a sampler of other probabilities, which embodied runs do not have"
@@ -51,7 +51,7 @@ def loss_has_no_second_sampler(cfg: RunConfig) -> Problem | None:
 
 
 def loss_fits_densities(cfg: RunConfig) -> Problem | None:
-    """Continuous actions have densities, whose differences bound nothing."""
+    """Losses that bound differences of probabilities do not apply to densities of continuous actions."""
     mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
     if mode not in ("dppo_tv", "dppo_kl"):
         return None
@@ -60,7 +60,7 @@ def loss_fits_densities(cfg: RunConfig) -> Problem | None:
 
 
 def device_pays(cfg: RunConfig) -> Problem | None:
-    """Only large networks may be on another device than the CPU."""
+    """Only large networks are faster on a device other than the CPU."""
     if cfg.trainer.device in ("auto", "cpu") or cfg.policy.model_type in LARGE:
         return None
     what = f"{cfg.trainer.device} is for {', '.join(LARGE)}: smaller networks are faster on the CPU"
@@ -68,7 +68,7 @@ def device_pays(cfg: RunConfig) -> Problem | None:
 
 
 def devices_are_named(cfg: RunConfig) -> Problem | None:
-    """The default of a single device is the CPU; with several devices the kind must be set."""
+    """With several devices, their kind must be set; a single device defaults to the CPU."""
     if cfg.trainer.devices == 1 or cfg.trainer.device != "auto":
         return None
     what = f"auto does not say what the {cfg.trainer.devices} devices are"
@@ -76,7 +76,7 @@ def devices_are_named(cfg: RunConfig) -> Problem | None:
 
 
 def devices_have_environments(cfg: RunConfig) -> Problem | None:
-    """Each device steps some of the environments, and a group of them stays together."""
+    """Each device needs at least one complete group of environments."""
     train, devices = cfg.env.train, cfg.trainer.devices
     groups = train.total_num_envs // train.group_size
     if devices <= groups:
@@ -92,7 +92,7 @@ def devices_have_environments(cfg: RunConfig) -> Problem | None:
 
 
 def rollouts_ahead_begin_episodes(cfg: RunConfig) -> Problem | None:
-    """A rollout that is sampled while the policy learns begins episodes of its own, in this process."""
+    """Asynchronous sampling requires one device, and rollouts that begin new episodes."""
     mode, key = cfg.trainer.async_mode, "trainer.async_mode"
     if mode == "off":
         return None
@@ -105,7 +105,7 @@ def rollouts_ahead_begin_episodes(cfg: RunConfig) -> Problem | None:
 
 
 def estimator_fits_episodes(cfg: RunConfig) -> Problem | None:
-    """Estimators without a critic compare whole episodes, each of which begins with the rollout."""
+    """Estimators without a critic require complete episodes that begin with the rollout."""
     estimator, train, key = cfg.algorithm.adv_estimator, cfg.env.train, "algorithm.adv_estimator"
     if estimator not in CONTROL_ESTIMATORS:
         return Problem(
@@ -140,7 +140,7 @@ def critic_exists(cfg: RunConfig) -> Problem | None:
 
 
 def critic_has_layers(cfg: RunConfig) -> Problem | None:
-    """Sizes of the critic apply to a network of its own."""
+    """Sizes of the critic apply only if it has its own network."""
     policy = cfg.policy
     for key, size in (("critic_hidden_dim", policy.hidden_dim), ("critic_num_layers", policy.num_layers)):
         if policy.share_critic and getattr(policy, key) != size:
@@ -150,7 +150,7 @@ def critic_has_layers(cfg: RunConfig) -> Problem | None:
 
 
 def levels_fit(cfg: RunConfig) -> Problem | None:
-    """A probability ratio has one advantage."""
+    """Log-probs per chunk require rewards per chunk, so that each probability ratio has one advantage."""
     algorithm, chunk = cfg.algorithm, cfg.policy.num_action_chunks
     if chunk == 1 or algorithm.logprob_type != "chunk_level" or algorithm.reward_type == "chunk_level":
         return None
@@ -159,7 +159,7 @@ def levels_fit(cfg: RunConfig) -> Problem | None:
 
 
 def policy_loss_is_aggregated_as_defined(cfg: RunConfig) -> Problem | None:
-    """A loss with ratios of whole rows requires its own aggregation."""
+    """A loss with sequence-level ratios requires its own aggregation."""
     actor = cfg.actor_rollout_ref.actor
     mode, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode
     demanded = REQUIRED_AGGREGATION.get(mode, aggregation)
@@ -171,7 +171,7 @@ def policy_loss_is_aggregated_as_defined(cfg: RunConfig) -> Problem | None:
 
 
 def episodes_can_weigh_alike(cfg: RunConfig) -> Problem | None:
-    """The length of an episode is known where it begins with the rollout."""
+    """Weighting by episode length requires episodes that begin with the rollout, whose length is known."""
     actor, key = cfg.actor_rollout_ref.actor, f"{ACTOR}.loss_agg_mode"
     if actor.loss_agg_mode != "masked_mean_ratio" or not cfg.env.train.auto_reset:
         return None
@@ -180,7 +180,7 @@ def episodes_can_weigh_alike(cfg: RunConfig) -> Problem | None:
 
 
 def filter_bounds_enclose_something(cfg: RunConfig) -> Problem | None:
-    """Groups are judged by whole episodes, between two bounds."""
+    """Filtering groups by reward requires complete episodes, and a lower bound that is not above the upper one."""
     algorithm = cfg.algorithm
     if not algorithm.filter_rewards:
         return None
@@ -195,7 +195,7 @@ def filter_bounds_enclose_something(cfg: RunConfig) -> Problem | None:
 
 
 def waiting_environments_are_gymnasiums(cfg: RunConfig) -> Problem | None:
-    """Environments that reset themselves cannot wait for a chunk or a rollout to end, nor choose a start state."""
+    """Environments that reset themselves cannot wait for the end of a chunk or a rollout, nor choose a start state."""
     train = cfg.env.train
     chunk = cfg.policy.num_action_chunks > 1 and "policy.num_action_chunks"
     fixed = train.use_fixed_reset_state_ids and f"{TRAIN}.use_fixed_reset_state_ids"
@@ -216,7 +216,7 @@ def waiting_environments_are_gymnasiums(cfg: RunConfig) -> Problem | None:
 
 
 def workers_are_read(cfg: RunConfig) -> Problem | None:
-    """Environments in this process have no workers."""
+    """A number of workers applies only to environments that are stepped in threads or subprocesses."""
     for role, section in ((TRAIN, cfg.env.train), (EVAL, cfg.env.eval)):
         threads = section.env_type == "envpool" or section.vectorization == "subprocess"
         if section.num_workers is not None and not threads:
@@ -226,7 +226,7 @@ def workers_are_read(cfg: RunConfig) -> Problem | None:
 
 
 def videos_are_rendered_here(cfg: RunConfig) -> Problem | None:
-    """Only environments that are stepped one by one show a picture."""
+    """Videos require environments that are stepped one by one, because others do not render."""
     test = cfg.env.eval
     if not test.video_cfg.save_video:
         return None

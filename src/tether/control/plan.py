@@ -1,8 +1,8 @@
-"""The plan of a control run: its simulator and its updates are measured for about a second on this machine.
+"""The plan of a control run: time and memory, from measuring its simulator and updates on this machine for a second.
 
-A roofline says little here: simulators differ by a factor of a thousand, and small networks take as long as the calls
-of their layers. So the parts of the run itself collect some steps and learn from them, outside of its folder, and the
-planned times are in proportion; the operations of the policy are counted as well.
+A roofline model predicts little here: simulators differ by a factor of a thousand, and small networks are bound by the
+overhead of calls. So the run's own components collect some steps and learn from them, without writing to the run's
+folder, and the planned times are extrapolated from these. The operations of the policy are counted as well.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from tether.runtime.machine import available_memory, set_threads
 
 Result = TypeVar("Result")
 SECONDS, REPEATS = 1.0, 3
-"""Time in which steps are collected, and the number of rollouts in it, of which the fastest counts: the others were
-disturbed by other programs."""
+"""Total time of the measured rollouts, and their number. The fastest counts, since other programs slow the others
+down."""
 FIRST_DECISIONS = 8
-"""Decisions of each environment that are collected first, to see how long one takes."""
+"""Decisions per environment in the first measurement, which estimates the time of a decision."""
 SPREAD = (0.7, 1.4)
-"""A phase takes between these multiples of what was measured."""
+"""The planned time of a phase is between these multiples of the measured time."""
 PROCESS = 0.6 * GIB
-"""Libraries of the process (measured)."""
+"""Bytes of the libraries in the process (measured)."""
 STATE = 16
-"""Bytes of a weight with its gradient and AdamW's two moments, in float32."""
+"""Bytes per parameter: weight, gradient and AdamW's two moments, in float32."""
 
 
 @dataclass(frozen=True)
 class ControlPlan:
-    """Needs of a control run on this machine."""
+    """Planned time and memory of a control run on this machine."""
 
     env: str
     parameters: int
@@ -59,37 +59,37 @@ class ControlPlan:
     env_steps: int
     """Steps of all environments in a training step."""
     chunk: int
-    """Steps of a decision."""
+    """Environment steps per decision."""
     epochs: int
     """Epochs of an update."""
     times: Mapping[str, Interval]
-    """Phase -> seconds of a training step; env is part of gen."""
+    """Phase -> seconds per training step; ``env`` is included in ``gen``."""
     step: Interval
     memory: Mapping[str, float]
-    """Part -> bytes."""
+    """Component -> bytes."""
     steps: int
     measured: float
-    """Seconds that measuring took."""
+    """Seconds that the measurement took."""
     busy: float
-    """Share of waiting for cores that other programs had meanwhile."""
+    """Fraction of the measurement spent waiting for cores that other programs used."""
     machine: float | None
-    """Bytes of memory of this machine that are free; None if unknown."""
+    """Bytes of free memory on this machine; None if unknown."""
 
     @property
     def phases(self) -> dict[str, Interval]:
-        """The phases with the whole step."""
+        """The phases, and the total step."""
         return {**self.times, "step": self.step}
 
     @property
     def busy_note(self) -> str:
-        """The end of a sentence about a measurement that other programs disturbed; empty if they did not."""
+        """A clause for messages if other programs disturbed the measurement; otherwise empty."""
         if self.busy <= BUSY:
             return ""
         return f", while other programs had the cores for {self.busy:.0%} of the time: the run may be faster"
 
     @property
     def fits(self) -> bool:
-        """Whether all parts fit into the memory that is free."""
+        """Whether all components fit into the free memory."""
         return self.machine is None or self.peak <= self.machine
 
     @property
@@ -99,16 +99,16 @@ class ControlPlan:
 
     @property
     def hours(self) -> Interval:
-        """Hours of all training steps, without evaluations and checkpoints."""
+        """Hours for all training steps, without evaluations and checkpoints."""
         return Interval(*(self.steps * s / 3600 for s in (self.step.low, self.step.middle, self.step.high)))
 
     @property
     def peak(self) -> float:
-        """Bytes of all parts."""
+        """Bytes of all components together."""
         return sum(self.memory.values())
 
     def summary(self) -> list[str]:
-        """Return the plan in lines."""
+        """Return the plan as lines of text."""
         largest = max(self.memory, key=lambda name: self.memory[name])
         free = "" if self.machine is None else f" of {gib(self.machine)} that are free"
         decisions = self.env_steps // self.chunk
@@ -139,10 +139,10 @@ class ControlPlan:
 
 
 def plan_control(loaded: LoadedConfig) -> ControlPlan:
-    """Measure the parts of a run and return its plan.
+    """Measure the components of a run and return its plan.
 
     Raises:
-        ValueError: the environments cannot be made, no policy fits them, or this kind of policy is not planned.
+        ValueError: the environments cannot be made, no policy fits them, or plans do not support this kind of policy.
     """
     begun = perf_counter()
     config = loaded.config
@@ -162,18 +162,18 @@ def plan_control(loaded: LoadedConfig) -> ControlPlan:
 
 
 def _measured(config: RunConfig, roles: ControlRoles, steps: int, begun: float) -> ControlPlan:
-    """Measure rollouts of about a second in all, and one epoch of learning from each."""
+    """Measure rollouts of about a second in total, and one epoch of learning from each."""
     actor, whole, cores = build_learner(config, roles, steps), roles.collector, CoreClock()
     epochs, decisions, envs = whole.noise_shape
     first = min(FIRST_DECISIONS, decisions)
-    sample = _measure(config, roles, actor, _short(roles, first))  # the first time takes longer
+    sample = _measure(config, roles, actor, _short(roles, first))  # discarded: the first one takes longer
     sample = _measure(config, roles, actor, _short(roles, first))
     collected = min(decisions, max(first, int(first * SECONDS / REPEATS / sample.seconds["gen"])))
     collector = _short(roles, collected)
     samples = [_measure(config, roles, actor, collector) for _ in range(REPEATS)]
     scale, mini = epochs * decisions / collected, actor.plan.mini_batch_rows
     rows = median(sample.rows for sample in samples)
-    # A mini-batch of these networks takes about as long however many rows it has.
+    # With these networks, the time of a mini-batch hardly depends on its number of rows.
     mini_batches = math.ceil(scale * rows / mini) / math.ceil(rows / mini)
     times = {
         phase: _interval(
@@ -210,7 +210,7 @@ class _Sample:
 
     seconds: dict[str, float]
     rows: int
-    """Decisions that were learned from."""
+    """Number of decisions in the update."""
     operations: float
     """Operations of the policy and its critic for one decision."""
 
@@ -244,7 +244,7 @@ def _samples(config: RunConfig, roles: ControlRoles, batch: EnvBatch) -> Samples
 
 
 def _timed(call: Callable[[], Result]) -> tuple[float, Result]:
-    """Return the seconds of a call without the share that other programs took, and its result."""
+    """Return the seconds of a call, without time lost to other programs, and its result."""
     cores, started = CoreClock(), perf_counter()
     result = call()
     return (perf_counter() - started) * (1 - (cores.wait_fraction() or 0.0)), result

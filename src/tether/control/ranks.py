@@ -1,12 +1,12 @@
-"""A control run on several devices: each rank steps its share of the environments and learns from its share.
+"""A control run on several devices: each rank steps its share of the environments and learns from its share of rows.
 
-Every rank has all weights and computes some of the rows. The observations of a row are on one rank, which runs the
-networks on them; all other fields are on every rank. The networks' outputs for a mini-batch are gathered before the
-loss, so that its denominators, its selection of elements and its metrics are those of one process. Only the gradients
-of weights are summed over ranks, in another order than in one process.
+Every rank has all weights. The observation of a row is on one rank, which runs the networks on it; all other fields
+are on every rank. The networks' outputs for a mini-batch are gathered before the loss, so that denominators, selection
+of elements and metrics equal those of a single process. Only the gradients of the weights are summed over ranks, in a
+different order than in a single process.
 
-`FlatRankEngine` and `RankEnvs` are on each rank; `ShardedFlatEngine`, `ShardedEnvs` and `ShardedCollector` are their
-handles in the process of the trainer, like `tether.text.sharded`; `roles_on_ranks` builds both.
+`FlatRankEngine` and `RankEnvs` are on each rank. `ShardedFlatEngine`, `ShardedEnvs` and `ShardedCollector` are their
+handles in the trainer's process, as in `tether.text.sharded`. `roles_on_ranks` builds both.
 """
 
 from __future__ import annotations
@@ -68,16 +68,17 @@ Result = TypeVar("Result")
 
 
 ENGINE, ENVS = "actor", "envs"
-"""Names of each rank's components."""
+"""Names of the components on each rank."""
 
 
 def roles_on_ranks(
     config: RunConfig, checkpoint: Path | None, total_steps: int, logs: Path, resources: ExitStack
 ) -> tuple[ControlRoles, RankGroups]:
-    """Build the components on the ranks of a run; the policy in this process has their weights, for evaluation.
+    """Build the components on all ranks; the policy in this process has the same weights, for evaluation.
 
     Raises:
-        ValueError: as in `build_groups` and `make_env`, or the ranks would need an object of this process.
+        ValueError: as in `build_groups` and `make_env`, or the configuration refers to an object of this process,
+            which ranks cannot import.
     """
     policy_config, id = config.policy, config.env.train.id
     named = {"env.train.id": id, "policy.model_type": policy_config.model_type}
@@ -91,7 +92,7 @@ def roles_on_ranks(
     env: Any = ShardedEnvs(group, ENVS)
     policy = policy_of(config, checkpoint, env)
     engine: Any = ShardedFlatEngine(group, ENGINE)
-    engine.export().copy_to(policy)  # a different processor may initialize with different bits
+    engine.export().copy_to(policy)  # initialisation on a different processor may differ in some bits
     collector: Any = ShardedCollector(
         env, train.max_steps_per_rollout_epoch, chunk=policy_config.num_action_chunks, epochs=train.rollout_epoch
     )
@@ -101,9 +102,9 @@ def roles_on_ranks(
 def build_control_parts(
     config: RunConfig, checkpoint: Path | None, total_steps: int, names: frozenset[str]
 ) -> dict[str, Any]:
-    """Build the components of one rank; called on each rank."""
+    """Build the components of this rank; called on each rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    # The global generators, which environments may use, are seeded differently on each rank.
+    # Environments may use the global generators, so they are seeded differently on each rank.
     seed_rng(seed_of(config.trainer.seed, 0, "rank", rank))
     train, first = environments_of(config.env.train, rank, ranks, config.trainer.n_gpus_per_node)
     env = make_env(train, "env.train", pacing_of(train, config.policy), view_of(train), first=first)
@@ -117,7 +118,7 @@ def build_control_parts(
 
 
 def environments_of(train: TrainEnvConfig, rank: int, ranks: int, on_node: int) -> tuple[TrainEnvConfig, int]:
-    """Return the section of a rank's environments, in complete groups, and the index of the first one."""
+    """Return ``env.train`` for a rank's share of the environments, in complete groups, and the index of its first."""
     groups = train.total_num_envs // train.group_size
     first, end = (groups * number // ranks * train.group_size for number in (rank, rank + 1))
     workers = (train.num_workers // ranks) if train.num_workers else usable_cores() // on_node
@@ -126,10 +127,10 @@ def environments_of(train: TrainEnvConfig, rank: int, ranks: int, on_node: int) 
 
 
 class FlatRankEngine(FlatEngine):
-    """The engine of one rank; `learn` is called on all ranks with the same arguments. See `FlatEngine` for the
-    arguments.
+    """The engine on one rank, with the arguments of `FlatEngine`.
 
-    The weights are broadcast from rank 0.
+    `learn` is called on all ranks; arguments other than the observations are the same. The initial weights are
+    broadcast from rank 0.
     """
 
     _seen: Observations
@@ -147,8 +148,8 @@ class FlatRankEngine(FlatEngine):
         """Update the policy as `Engine.update` describes.
 
         Args:
-            rows: rows of the rollout; each has the index of its observation in `seen` instead of the observation, or -1
-                if it is on another rank.
+            rows: rows of the rollout; instead of its observation, each has the index of the observation in `seen`, or
+                -1 if it is on another rank.
             seen: the observations of this rank's rows.
             loss: the loss to minimise.
             plan: epochs and mini-batches.
@@ -162,7 +163,7 @@ class FlatRankEngine(FlatEngine):
         return ((name, value.detach().cpu()) for name, value in self.export().tensors)
 
     def begin_saving(self, folder: Path, state: Path | None) -> None:
-        """Write the policy and its optimizer's state in a thread; they are the same on all ranks."""
+        """Start writing the policy and its optimizer's state in a thread; they are the same on all ranks."""
         self._writing.begin(self.saving(folder, state, copy=True))
 
     def writing(self) -> tuple[bool, BaseException | None]:
@@ -183,7 +184,7 @@ class FlatRankEngine(FlatEngine):
             raise MicroBatchTooLarge(str(error), (MICRO_BATCH, limit // 2)) from None
 
     def _preallocated(self, mini: Samples, loss: ControlLoss) -> None:
-        return None  # the gradients of all rows are needed between forward and backward pass
+        return None  # outputs are gathered between the forward and backward pass, which it does not support
 
     def _mine(self, rows: Samples) -> Samples:
         indices, is_local = rows.obs, self._local_rows(rows)
@@ -217,12 +218,12 @@ class FlatRankEngine(FlatEngine):
         super()._keep_incident(step, loss, replace(mini, obs=obs), draws)
 
     def _local_rows(self, rows: Samples) -> Tensor:
-        """Return [rows]: whose observations are on this rank."""
+        """Return a mask [rows] of the rows whose observations are on this rank."""
         assert isinstance(rows.obs, Tensor)
         return rows.obs >= 0
 
     def _local_decisions(self, rows: Samples) -> Tensor:
-        """Return [decisions]: whose observations are on this rank."""
+        """Return a mask [decisions] of the decisions whose observations are on this rank."""
         is_local = self._local_rows(rows)
         return (
             is_local if rows.memory is None else is_local[:, None].expand_as(rows.memory.selected)[rows.memory.selected]
@@ -234,8 +235,8 @@ class RankEnvs:
 
     Args:
         env: the environments of this rank, without wrappers.
-        collector: steps them, possibly through a wrapper.
-        policy: the acting policy, which an engine trains.
+        collector: collects steps of these environments, possibly through a wrapper.
+        policy: the policy that acts, which the rank's engine trains.
     """
 
     def __init__(self, env: VectorEnv, collector: EnvCollector, policy: Policy) -> None:
@@ -250,7 +251,7 @@ class RankEnvs:
         return self._collector.nbytes
 
     def collect(self, noise: Tensor, seeds: Sequence[int]) -> tuple[EnvBatch, float, list[str]]:
-        """Run `EnvCollector.collect`; also returns the seconds spent in environments and the warnings that were
+        """Run `EnvCollector.collect`; also return the seconds spent in environments and the warnings that were
         issued."""
         waited = self._collector.env_seconds
         with _collected_warnings() as messages:
@@ -267,12 +268,12 @@ class RankEnvs:
         self._collector.load_state_dict(state)
 
     def get_state(self) -> EnvState:
-        """Return `VectorEnv.get_state`, extended by the state of this process's global random generators."""
+        """Return the result of `VectorEnv.get_state`, with the state of this process's global random generators."""
         state = self._env.get_state()
         return replace(state, data=(rng_state(), state.data))
 
     def set_state(self, data: tuple[StateDict, object]) -> str | None:
-        """Run `VectorEnv.set_state`; returns the error message if the state does not fit."""
+        """Run `VectorEnv.set_state`; return the error message if the state does not fit."""
         rng, state = data
         try:
             self._env.set_state(state)
@@ -293,7 +294,7 @@ def _collected_warnings() -> Iterator[list[str]]:
 
 
 class ShardedFlatEngine(EngineHandle):
-    """The engine of control on many ranks, with a `FlatRankEngine` on each; arguments are those of `EngineHandle`."""
+    """Handle of the `FlatRankEngine` on each rank, with the arguments of `EngineHandle`."""
 
     def infer(self, batch: EnvBatch, forward: Forward[Any, RolloutOutputs]) -> RolloutOutputs:
         shares = [batch.select_rows(range(*bounds)) for bounds in _bounds(len(batch.actions), self._group.size)]
@@ -309,7 +310,7 @@ class ShardedFlatEngine(EngineHandle):
         )
 
     def update(self, batch: Samples, loss: LossSpec[Any, Any], plan: UpdatePlan, step: int) -> Updated[RolloutOutputs]:
-        # Each observation goes to one rank, other columns to all.
+        # Each observation is sent to one rank, other columns to all.
         shares = dealt(batch, self._group.size)
         arguments = [(rows, seen, loss, plan, step) for rows, seen in shares]
         updated: Updated[RolloutOutputs] = self._call("learn", arguments)[0]
@@ -317,14 +318,14 @@ class ShardedFlatEngine(EngineHandle):
         return updated
 
     def saving(self, folder: Path, state: Path | None, *, copy: bool) -> Callable[[], None]:
-        # Every rank has all weights, and the first one writes them.
+        # Every rank has all weights; the first one writes them.
         others = [None] * (self._group.size - 1)
         self._call("begin_saving", [(folder, state), *others])
         return partial(self._wait_until_written, [(), *others])
 
 
 class ShardedEnvs:
-    """The `VectorEnv` of all ranks' environments, in the order of ranks, which step them."""
+    """The environments of all ranks as one `VectorEnv`, in the order of ranks."""
 
     def __init__(self, group: Group, component: str) -> None:
         self._group, self._component = group, component
@@ -359,11 +360,11 @@ class ShardedEnvs:
             raise ValueError(refused)
 
     def close(self) -> None:
-        """Do nothing: environments end with their ranks."""
+        """Do nothing: environments are closed with their ranks."""
 
 
 class ShardedCollector:
-    """The collector of many ranks, with an `EnvCollector` on each.
+    """Handle of the `EnvCollector` on each rank.
 
     Args:
         envs: the environments.
@@ -387,7 +388,7 @@ class ShardedCollector:
 
         Warnings of ranks, for example of a simulator that was replaced, are issued by this process.
         """
-        # Without clone, the noise of all ranks would be sent to each.
+        # Cloned, because sending a view would send the noise of all ranks.
         arguments = [(noise[:, :, envs].clone(), list(seeds)) for envs in self.env.slices]
         results = self.env.call("collect", *arguments)
         self.env_seconds += max(seconds for _, seconds, _ in results)
@@ -406,7 +407,7 @@ class ShardedCollector:
         self.env.call("load_state_dict", *[(rank_state,) for rank_state in state["ranks"]])
 
     def _joined_batch(self, batches: Sequence[EnvBatch]) -> EnvBatch:
-        """Join the rollouts of ranks, which have a row per epoch and environment of the rank."""
+        """Join the rollouts of all ranks; each has one row per epoch and environment of the rank."""
         rows, steps = [], []
         for batch, envs in zip(batches, self.env.slices, strict=True):
             row, step = batch.final_at
@@ -419,7 +420,7 @@ class ShardedCollector:
         }
         if seeds := [batch.seeds for batch in batches if batch.seeds is not None]:
             columns["seeds"] = self._columns(seeds)
-        if any(batch.success is not None for batch in batches):  # those of a rank may not have reported it yet
+        if any(batch.success is not None for batch in batches):  # some ranks may not have reported it yet
             columns["success"] = self._columns(
                 [torch.zeros_like(batch.valid) if batch.success is None else batch.success for batch in batches]
             )

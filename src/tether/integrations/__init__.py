@@ -1,8 +1,8 @@
-"""Other programs, formats of other vendors, and robots: each a folder of its own, which only a run that uses it loads.
+"""Integrations of other programs, file formats and robots: one folder each, which is loaded only by runs that use it.
 
-The rest of tether imports nothing from here; it asks `integration` for a module by name when a configuration needs it.
-A package of somebody else's has such modules (``config``, ``rewards``), and names itself in the entry point group
-``tether.integrations``.
+No other package of tether imports them; `integration` imports a module by name when a configuration requires it.
+Third-party packages can be integrations, too: they provide such modules (``config``, ``rewards``) and register in the
+entry point group ``tether.integrations``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ INTEGRATIONS = {
     "sglang": "sampling with SGLang's servers",
     "verl": "verl's shell scripts",
 }
-"""What each integration is for."""
+"""Name -> description of each integration of tether."""
 GROUP = "tether.integrations"
-"""Entry point group of integrations in other packages: name = package."""
+"""Entry point group for integrations in other packages: name = package."""
 
 
 def integration(name: str, module: str) -> ModuleType:
@@ -40,6 +40,6 @@ def integration(name: str, module: str) -> ModuleType:
 @cache
 def installed() -> dict[str, str]:
     """Return the integrations of other installed packages: name -> package."""
-    # Imported on first use: reading the metadata of all packages takes longer than `tether --help`.
+    # Not imported at the top, because reading the metadata of all packages takes longer than `tether --help`.
     metadata = importlib.import_module("importlib.metadata")
     return {point.name: point.value for point in metadata.entry_points(group=GROUP)}

@@ -1,4 +1,4 @@
-"""Collects experience from environments, evaluates policies, records demonstrations and videos.
+"""Collects experience from environments, evaluates policies and records videos.
 
-`EnvCollector` (`collector`) plays the steps of a rollout, `evaluate` (`evaluation`) full episodes.
+`EnvCollector` (`collector`) plays the steps of a rollout, `evaluate` (`evaluation`) complete episodes.
 """

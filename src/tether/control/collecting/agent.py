@@ -1,4 +1,4 @@
-"""A control policy that acts on single observations of an environment and returns actions in its action space."""
+"""An agent that acts with a control policy: it accepts observations and returns actions of an environment's spaces."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tether.observations import ACTION_MASK, Array
 
 
 class EnvAgent:
-    """Acts for one environment or for N at once, and stores the state of recurrent policies and of action chunks.
+    """Acts for one or N environments, and stores the recurrent state and the remaining actions of chunks.
 
     Args:
         policy: the policy that decides.
         observations: observation space of one environment.
         actions: action space of one environment.
         env_id: name of the environment, for error messages.
-        decode: converts the policy's choices [..., D] to numbers, if it chooses action tokens.
+        decode: converts the policy's encoded actions [..., D], such as action tokens, to those of the environment.
         seed: seed of the noise of `predict` with ``deterministic=False``.
     """
 
@@ -47,7 +47,7 @@ class EnvAgent:
         self.reset()
 
     def reset(self) -> None:
-        """Start new episodes everywhere; the next call decides on the number of environments."""
+        """Begin new episodes; the next observation determines the number of environments."""
         self._state = np.zeros((0, self._policy.state_width), dtype=np.float32)
         self._chosen = np.zeros((0, self._chunk, 0))
         self._carried_out = np.zeros(0, dtype=np.int64)
@@ -58,15 +58,15 @@ class EnvAgent:
         """Return the next action in the environment's action space, or one action for each row of a batch.
 
         Args:
-            observation: of one environment, or a batch: arrays with a leading batch axis, for Dict and Tuple spaces in
-                each field.
+            observation: an observation of one environment, or a batch: arrays with a leading batch axis, in each field
+                of Dict and Tuple spaces.
             deterministic: choose the most likely action instead of sampling.
-            begins: whether an episode begins with this observation; for a batch also one flag per row. Policies without
-                state that decide on single actions do not need it.
+            begins: whether an episode begins with this observation; for a batch, one flag or one per row. Not needed
+                for policies that have no recurrent state and choose single actions.
 
         Raises:
             ValueError: the observation does not fit the space, has a number that is not finite or a mask that allows
-                nothing, or has another number of rows than the last one while the policy has state.
+                nothing, or its number of rows changed while the policy has state.
         """
         rows = batch_size(self._space, observation)
         count = 1 if rows is None else rows
@@ -117,7 +117,7 @@ def batch_size(space: Space, observation: Raw, name: str = "observation") -> int
     """Return the number of rows of a batch of observations of a space; None for a single observation.
 
     Raises:
-        ValueError: it is neither; the message names the field, its shape and the valid shapes.
+        ValueError: the shape is of neither; the message names the field, its shape and the valid shapes.
     """
     if isinstance(space, spaces.Dict | spaces.Tuple):
         inner = dict(space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces))

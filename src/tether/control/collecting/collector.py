@@ -1,7 +1,7 @@
-"""Experience from simulators: T steps of N environments, in buffers that are allocated once, and the episodes in it.
+"""Collects T steps of N environments into preallocated buffers, and splits them into episodes.
 
-A policy decides on a chunk of K actions at once; T = C K. M = E N columns are E rollouts of N environments, one after
-the other. Everything is [M, T] or [M, C]: a row of memory is the time axis of one environment.
+A decision chooses a chunk of K actions, so a rollout has C = T / K decisions. The E rollouts of a training step are
+concatenated to M = E N rows. Buffers are [M, T] or [M, C]: a row is the time axis of one environment.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class EpisodeTracker:
 
     @property
     def solved(self) -> NDArray[np.bool_]:
-        """[N]: whether the task of each unfinished episode has been solved."""
+        """[N]: whether each unfinished episode has solved its task so far."""
         return self._success.copy()
 
     def state_dict(self) -> StateDict:
@@ -73,10 +73,10 @@ class EpisodeTracker:
         success: NDArray[np.bool_] | None,
         reported: Mapping[str, NDArray[np.float32]] | None = None,
     ) -> tuple[Episode, ...]:
-        """Add T steps of each environment, [N, T] each, and return the episodes that ended in them.
+        """Add T steps of N environments, [N, T] each, and return the episodes that ended in them.
 
-        `reported` has the columns of `EnvStep.info_values`. Episodes whose last step is not valid were lost and are not
-        returned.
+        `reported` has the columns of `EnvStep.info_values`. Episodes whose last step is not valid were lost with their
+        process and are not returned.
         """
         reward_so_far = np.cumsum(np.where(valid, rewards, 0.0), axis=1, dtype=np.float64) + self._reward[:, None]
         length_so_far = np.cumsum(valid, axis=1) + self._length[:, None]
@@ -101,8 +101,8 @@ class EpisodeTracker:
         return tuple(episodes)
 
 
-class raised_at:  # a class, because a generator would cost as much as a step of a cheap environment
-    """A context that adds a note to exceptions: which environments raised it, and at which step."""
+class raised_at:  # a class, because a generator would take as long as a step of a cheap environment
+    """Context manager that adds a note to exceptions with the id of the environments and the step."""
 
     def __init__(self, env_id: str, step: int) -> None:
         self._where = env_id, step
@@ -125,13 +125,13 @@ NOTHING_ALLOWED = f"{ACTION_MASK} allows none of the alternatives of a choice"
 
 
 def allows_nothing(mask: Array, choices: Sequence[int]) -> NDArray[np.bool_]:
-    """Return whether all alternatives of one of the choices are forbidden: [...] of a mask [..., sum(choices)]."""
+    """Return for each mask [..., sum(choices)] whether it forbids all alternatives of any choice, [...]."""
     some = np.logical_or.reduceat(mask, np.cumsum((0, *choices[:-1])), axis=-1)
     return np.logical_not(some.all(axis=-1, keepdims=True))[..., 0]
 
 
 def episode_metrics(episodes: Sequence[Episode], prefix: str, confidence: float | None = None) -> dict[str, float]:
-    """Return means over episodes under RLinf's names; empty without episodes.
+    """Return means over episodes, under RLinf's metric names; empty without episodes.
 
     Args:
         episodes: finished episodes.
@@ -176,12 +176,12 @@ def _share_interval(values: list[float], z: float) -> tuple[float, float]:
 
 
 Finals = list[tuple[int, int, Observation]]
-"""(column, step, last observation of its episode)."""
+"""(row, step, last observation of the episode that ended there)."""
 
 
 @dataclass
 class _Rows:
-    """Rows of the buffers, [M, T, ...] each."""
+    """Rows of the buffers, [M, T, ...] or [M, C, ...] each."""
 
     obs: Observation
     actions: Array
@@ -206,7 +206,7 @@ class EnvCollector:
         steps: T.
         chunk: K.
         epochs: E.
-        bootstrap_terminations: store the last observation of every episode, not only of truncated ones.
+        bootstrap_terminations: bootstrap terminated episodes, too, so that their last observations are also stored.
         state_width: S, the width of the policy's recurrent state.
     """
 
@@ -257,20 +257,20 @@ class EnvCollector:
         self._now: Observation = {field.name: field.zeros(env.num_envs) for field in env.layout}
         self._state: Floats = np.zeros((env.num_envs, state_width), dtype=np.float32)
         self._fresh: Flags = np.ones(env.num_envs, dtype=np.bool_)
-        """Whether the next decision that is carried out begins an episode."""
+        """[N]: whether the next executed decision begins an episode."""
         self._seeds: NDArray[np.int64] | None = getattr(env, "seeds", None)
         """`HeldEnv.seeds`; None if the environments are reset together."""
         self._tracker = EpisodeTracker(env.num_envs)
         self._checked_rollout = False
         self._done = 0
         self.env_seconds = 0.0
-        """Time that the policy waited for environments, over all rollouts so far."""
+        """Total seconds that the policy waited for environments, over all rollouts so far."""
 
     @classmethod
     def from_config(
         cls, env: VectorEnv, state_width: int, train: TrainEnvConfig, policy: PolicyConfig, algorithm: AlgorithmConfig
     ) -> EnvCollector:
-        """Return the configured collector of these environments; `state_width` is that of the policy's memory."""
+        """Return the configured collector of these environments; `state_width` is the width of the recurrent state."""
         return cls(
             env,
             train.max_steps_per_rollout_epoch,
@@ -282,7 +282,7 @@ class EnvCollector:
 
     @property
     def noise_shape(self) -> tuple[int, int, int]:
-        """E, C, N: leading dimensions of the noise of a rollout, before those of an action."""
+        """(E, C, N): leading dimensions of the noise of `collect`; the head's dimensions follow."""
         return self.epochs, self.steps // self.chunk, self.env.num_envs
 
     @property
@@ -291,7 +291,7 @@ class EnvCollector:
         return int(self._obs.bytes() + self._actions.nbytes + self._rewards.nbytes + flags)
 
     def restart(self, seed: int) -> None:
-        """Start new episodes everywhere; unfinished episodes are dropped and the policy's state is reset."""
+        """Begin new episodes in all environments; unfinished episodes are dropped and the recurrent state is reset."""
         with raised_at(self.env.id, self._done):
             self._now = copied(self.env.reset(seed))
         self._state.fill(0)
@@ -299,7 +299,7 @@ class EnvCollector:
         self._tracker = EpisodeTracker(self.env.num_envs)
 
     def state_dict(self) -> StateDict:
-        """Return the state from which the next rollout continues, without that of the environments."""
+        """Return the state from which the next rollout continues, without the environments' state."""
         return {
             "now": {name: torch.from_numpy(field.copy()) for name, field in self._now.items()},
             "memory": torch.from_numpy(self._state.copy()),
@@ -321,7 +321,7 @@ class EnvCollector:
         Args:
             act: the policy.
             noise: [E, C, N, ...] noise with which `act` samples.
-            seeds: one seed per epoch to start new episodes with; empty: continue.
+            seeds: one seed per epoch, with which new episodes begin; empty: episodes continue.
 
         Raises:
             ValueError: an observation or a reward is not finite, or a mask allows nothing; the message names
@@ -353,8 +353,7 @@ class EnvCollector:
         )
 
     def _collect_epoch(self, act: Act, noise: Tensor, epoch: int) -> tuple[Finals, tuple[Episode, ...]]:
-        """Fill the columns of one epoch; returns the final observations to bootstrap, by column, and the episodes that
-        ended."""
+        """Fill the rows of one epoch; return the final observations to bootstrap and the episodes that ended."""
         envs = self.env.num_envs
         columns = slice(epoch * envs, (epoch + 1) * envs)
         rows = self._rows.select_rows(columns)
@@ -374,7 +373,7 @@ class EnvCollector:
                 finals = self._play(act, noise.numpy(), rows)
             else:
                 finals = self._play_ready(in_groups, act, noise.numpy(), rows)
-        except ValueError:  # of an action that is not finite, perhaps since what it answers is not: then that is said
+        except ValueError:  # of a non-finite action; report a non-finite observation instead if it is the cause
             if arrays is None:
                 self._refuse(_not_finite(rows, []))
             raise
@@ -392,7 +391,7 @@ class EnvCollector:
         return [(columns.start + n, t, row) for n, t, row in finals], episodes
 
     def _play(self, act: Act, noise: Floats, rows: _Rows) -> Finals:
-        """Fill the columns of one epoch; returns the final observations to bootstrap."""
+        """Fill the rows of one epoch step by step; return the final observations to bootstrap."""
         width, state, fresh, seeds = self.env.actions.width, self._state, self._fresh, self._seeds
         finals: Finals = []
         obs = self._now
@@ -411,9 +410,9 @@ class EnvCollector:
         return finals
 
     def _play_at_once(self, rollout: Rollout, policy: PolicyArrays, noise: Floats, rows: _Rows) -> Finals:
-        """Fill the columns of one epoch by one call of the environments.
+        """Fill the rows of one epoch in one call of the environments' ``rollout``.
 
-        What it does not write is not finite, so that it is noticed.
+        Buffers are filled with NaN first, so that entries that the call does not write are noticed.
         """
         ((name, obs),) = rows.obs.items()
         last = np.full_like(obs[:, 1:], np.nan)
@@ -434,7 +433,7 @@ class EnvCollector:
         return [(n, t, {name: last[n, t].copy()}) for t, n in np.argwhere(bootstrapped.T).tolist()]
 
     def _check_actions(self, act: Act, noise: Floats, rows: _Rows) -> None:
-        """Refuse a rollout whose actions are not those of the policy; up to 1% may differ by rounding."""
+        """Refuse a rollout whose actions differ from the policy's; up to 1% of them may, because of rounding."""
         ((name, obs),) = rows.obs.items()
         flat = np.swapaxes(noise, 0, 1).reshape(-1, noise.shape[-1])
         chosen, _ = act({name: obs[:, :-1].reshape(len(flat), -1)}, flat, np.zeros((len(flat), 0), np.float32))
@@ -449,12 +448,12 @@ class EnvCollector:
             )
 
     def _play_ready(self, env: SteppedInGroups, act: Act, noise: Floats, rows: _Rows) -> Finals:
-        """Fill the columns of one epoch as `_play` does, where groups of environments step independently.
+        """Fill the rows of one epoch as `_play` does, for groups of environments that step independently.
 
-        The policy acts for the groups that have finished their step. Before, it waits for others at most as long as
-        acting takes, so that an expensive policy acts for many together. It always acts for all environments, and what
-        it chooses for the others is ignored: so the results are those of `_play`, bit for bit, in whatever order groups
-        finish.
+        The policy acts for the groups that have finished their step. Before that, it waits for further groups for as
+        long as its last call took, so that an expensive policy acts for many together. It always computes actions of
+        all environments, and those of other groups are ignored, so results are bitwise equal to those of `_play` in
+        whatever order groups finish.
         """
         groups, state, fresh, seeds = env.groups, self._state, self._fresh, self._seeds
         obs, everyone = copied(self._now), np.arange(env.num_envs)
@@ -493,7 +492,7 @@ class EnvCollector:
     def _finished(
         self, env: SteppedInGroups, stepping: Collection[int], patience: float, t: int
     ) -> list[tuple[int, EnvStep]]:
-        """Return the groups that finish first, and those that finish at most `patience` seconds later."""
+        """Return the groups that finish first, and those that finish up to `patience` seconds later."""
         waiting, finished, deadline = set(stepping), list[tuple[int, EnvStep]](), math.inf
         while waiting and (now := time.perf_counter()) < deadline:
             with raised_at(env.id, self._done + t + 1):
@@ -506,7 +505,7 @@ class EnvCollector:
         return finished
 
     def _write(self, step: EnvStep, rows: _Rows, t: int, which: slice) -> Finals:
-        """Write a step of some environments into their rows; return the final observations to bootstrap."""
+        """Write a step of the environments `which` into their rows; return the final observations to bootstrap."""
         for name, field in step.obs.items():
             rows.obs[name][which, t + 1] = field
         rows.rewards[which, t] = step.reward
@@ -530,7 +529,7 @@ class EnvCollector:
         return step
 
     def _bootstrapped(self, step: EnvStep) -> list[int]:
-        """Return the environments whose episode ended in a state that is bootstrapped."""
+        """Return the environments whose episode ended and is bootstrapped."""
         cut = step.truncated & ~step.terminated
         if self._bootstrap_terminations:
             cut = step.truncated | step.terminated
@@ -546,7 +545,7 @@ class EnvCollector:
         return TensorDict({name: torch.from_numpy(field) for name, field in fields.items()}, batch_size=[len(finals)])
 
     def _stuck(self, rows: _Rows) -> list[tuple[int, int, str]]:
-        """Return the decisions for which the mask allowed nothing."""
+        """Return step, environment and description of decisions whose mask allowed nothing."""
         choices = choices_of(self.env.actions)
         if ACTION_MASK not in rows.obs or not choices:
             return []
@@ -560,8 +559,8 @@ class EnvCollector:
 
 
 def _not_finite(rows: _Rows, finals: Finals) -> list[tuple[int, int, str]]:
-    """Return step, environment and description of non-finite values; rows not reached have values of an earlier
-    rollout."""
+    """Return step, environment and description of non-finite values; steps that were not reached have values of an
+    earlier rollout."""
     bad = [
         (t, n, f"entry {i} of the observation ({name}) is {field[n, t, i]}")
         for name, field in rows.obs.items()
@@ -587,4 +586,4 @@ def _row(obs: Observation, n: int) -> Observation:
 def _bad(values: Array) -> list[list[int]]:
     """Return the indices of non-finite values."""
     fine = np.isfinite(values)
-    return [] if fine.all() else np.argwhere(~fine).tolist()  # the search alone takes ten times as long
+    return [] if fine.all() else np.argwhere(~fine).tolist()  # argwhere alone takes ten times as long

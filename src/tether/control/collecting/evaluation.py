@@ -1,4 +1,4 @@
-"""Evaluation of a policy: episodes without noise."""
+"""Evaluation of a policy: plays episodes without noise."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tether.observations import ACTION_MASK, Array, Observation
 from tether.runtime.interrupt import give_up_if_interrupted
 
 WARN_AFTER_STEPS = 20_000
-"""Steps of an episode after which a warning is shown: four times the longest time limit in Gymnasium."""
+"""Length of an episode at which a warning is shown: four times the longest time limit in Gymnasium."""
 MAX_EPISODE_STEPS = 100_000
-"""Steps after which an episode counts as one that never ends: nearly four times the longest of Atari."""
+"""Length of an episode at which evaluation fails: nearly four times the longest episode of Atari."""
 
 
 def evaluate(
@@ -50,7 +50,7 @@ def evaluate(
     Raises:
         ValueError: a reward or an observation is not finite, a mask allows nothing, or an episode does not end; the
             message names environment and step.
-        Interrupted: a signal asked the run to stop and no episode ends.
+        Interrupted: a signal requested the run to stop, and episodes do not end.
     """
     wanted = np.full(env.num_envs, num_episodes // env.num_envs)
     wanted[: num_episodes % env.num_envs] += 1
@@ -63,7 +63,7 @@ def evaluate(
     if watch is not None:
         watch()
     done, last_end, warned = 0, time.monotonic(), False
-    length = np.zeros(env.num_envs, dtype=np.int64)  # of the episode in progress, where one is still wanted
+    length = np.zeros(env.num_envs, dtype=np.int64)  # of the current episode, in environments that still need one
     while wanted.any():
         give_up_if_interrupted(last_end, "no episode of the evaluation ended")
         state[fresh] = 0.0
@@ -121,7 +121,7 @@ def _check(env_id: str, numbers: dict[str, Array], obs: Observation, step: int) 
 
 
 def _stuck(env: VectorEnv, obs: Observation) -> Flags:
-    """Return where nothing is allowed, which is fine for an environment that waits."""
+    """Return which masks allow nothing, which is valid only for environments that wait."""
     if ACTION_MASK in obs and (choices := choices_of(env.actions)):
         return allows_nothing(obs[ACTION_MASK], choices)
     return np.zeros(env.num_envs, dtype=np.bool_)

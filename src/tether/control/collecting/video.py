@@ -1,4 +1,4 @@
-"""Videos of episodes, as mp4."""
+"""Writes mp4 videos of episodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tether.runtime.install import pip_install
 logger = logging.getLogger(__name__)
 
 BLOCK = 16
-"""Image sides are padded to a multiple of it, as all players of H.264 support."""
+"""Height and width of images are padded to a multiple of this, which all H.264 players support."""
 
 
 class Writer(Protocol):
@@ -28,7 +28,7 @@ class Writer(Protocol):
 
 
 class Video:
-    """Appends an image of the first environment on each call, until ffmpeg ends, as it does on a full disk."""
+    """Appends an image of the first environment on each call, unless ffmpeg has ended, as it does on a full disk."""
 
     def __init__(self, env: Renders, writer: Writer) -> None:
         self._env, self._writer, self.failed = env, writer, False
@@ -46,7 +46,7 @@ class Video:
 
 @contextmanager
 def open_video(env: Renders, path: Path, fps: int) -> Iterator[Video]:
-    """Write an mp4 (H.264) and create its folders; a video that ffmpeg cannot write is a warning.
+    """Write an mp4 (H.264) and create its folders; warn if ffmpeg cannot write it.
 
     Raises:
         ValueError: ffmpeg is missing.

@@ -1,7 +1,7 @@
 """Vector environments: one interface (`tether.control.envs.protocol`) for every way of stepping simulators.
 
-`make` builds one from its options. `loop` steps several environments and is the reference: `subprocesses` and
-`gymnasium_vector` must give the same results. `conversion` reads and writes their values, `layers` lie around them, and
-`state` saves them. A simulator library has a module of its own, such as `minigrid`, which is imported only when a
-configuration names it; simulators of robots are modules of `tether.integrations.robots`.
+`make` creates them from options. `loop` steps environments one after the other and is the reference: `subprocesses` and
+`gymnasium_vector` must give the same results. `conversion` converts their values, `layers` wrap them, and `state` saves
+them. Code for a simulator library is in a module of its own, such as `minigrid`, which is imported only when a
+configuration uses it; robot simulators are modules of `tether.integrations.robots`.
 """

@@ -1,4 +1,4 @@
-"""Masks of the allowed actions: adds ``info["action_mask"]`` to the observations of an environment."""
+"""Action masks: adds ``info["action_mask"]`` to the observations of an environment."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class MaskedActions(Wrapper):
     """Adds the mask from the infos to the observation, as the entry ``action_mask`` of a Dict.
 
     Args:
-        env: an environment whose infos contain ``action_mask``: one flag per value of each discrete action. It may be
-            missing in the last step of an episode.
+        env: an environment whose infos contain ``action_mask``, with one flag per value of each discrete action. The
+            mask may be missing in the last step of an episode.
 
     Raises:
         ValueError: the actions are not discrete.
@@ -65,7 +65,7 @@ def refuse_unread_mask(info: Info, layout: ObsLayout, env_id: str) -> None:
     """Refuse an environment whose masks would be ignored silently.
 
     Raises:
-        ValueError: the info of a reset contains a mask, and the observations do not.
+        ValueError: the info of a reset contains a mask, but the observations do not.
     """
     if ACTION_MASK in info and not any(entry.kind == "mask" for entry in layout):
         raise ValueError(
@@ -81,6 +81,6 @@ def _choices(env: Env) -> tuple[int, ...]:
 
 
 def _flat(mask: object) -> NDArray[np.int8]:
-    """Return a flat mask from one mask, or from one per action as Gymnasium's ``sample`` accepts them."""
+    """Return a flat mask, given one mask or a tuple with one per action, as for Gymnasium's ``sample``."""
     masks = mask if isinstance(mask, tuple | list) else [mask]
     return np.concatenate([np.asarray(each).astype(np.bool_).reshape(-1) for each in masks]).astype(np.int8)

@@ -6,8 +6,8 @@ from tether.control.envs.gymnasium_types import Env, Raw, Stepped, Wrapper
 
 
 class Repeated(Wrapper):
-    """Repeats each action several times or until the episode ends; rewards are summed, and success in any repetition
-    counts.
+    """Repeats each action several times or until the episode ends. Rewards are summed, and ``success`` is that of any
+    repetition.
 
     Args:
         env: an environment whose ``info`` contains ``success``.

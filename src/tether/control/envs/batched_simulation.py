@@ -28,11 +28,11 @@ from tether.observations import Array, Observation, copied
 
 
 class Simulation(Protocol):
-    """N environments with ManiSkill's interface: all values are tensors whose first axis is the environment."""
+    """N environments with ManiSkill's interface: all values are tensors whose first axis is the environments."""
 
     @property
     def unwrapped(self) -> Simulator:
-        """The simulator, which has ``single_observation_space`` and ``single_action_space``."""
+        """The simulator without wrappers, which has ``single_observation_space`` and ``single_action_space``."""
         ...
 
     def reset(self, *, seed: Raw = None, options: Info | None = None) -> Begun:
@@ -50,23 +50,23 @@ class Simulation(Protocol):
 
 MODES = (AutoresetMode.SAME_STEP, AutoresetMode.DISABLED)
 FINAL = ("final_obs", "final_observation")
-"""Entries of the infos with the last observations of episodes, [N, ...], that have ended."""
+"""Keys of infos for the last observations [N, ...] of episodes that have ended."""
 
 
 class BatchedEnv:
     """Implements `VectorEnv` for a batched simulation: the step that ends an episode begins the next one.
 
-    A simulation that resets itself either has the last observations of episodes in its infos (`FINAL`), or they are
-    lost, as in IsaacLab. Then the observation before the last step takes their place: the return of a truncated episode
-    is bootstrapped with the value of that one, as in rsl_rl.
+    A simulation that resets itself may return the last observations of episodes in its infos (`FINAL`). Otherwise they
+    are lost, as in IsaacLab, and the observation before the last step replaces them: the return of a truncated episode
+    is bootstrapped with its value, as in rsl_rl.
 
-    A native PufferEnv is such a simulation, of NumPy arrays that it overwrites: it has ``num_agents``, infos that are a
-    list of logs, and ``masks``, the agents that act. The steps of the other agents are not valid.
+    A native PufferEnv is supported, too. It resets itself, overwrites its NumPy arrays, and has ``num_agents``, infos
+    that are a list of logs, and ``masks`` of the agents that act. Steps of the other agents are not valid.
 
     Args:
         id: name of the environment in error messages.
-        env: the simulation, which is closed with this one.
-        num_envs: number of environments in it.
+        env: the simulation, which `close` closes.
+        num_envs: number of environments in the simulation.
         ignore_terminations: only truncation ends an episode.
         resets_itself: the simulation begins new episodes in the step that ends the old ones.
     """
@@ -102,7 +102,7 @@ class BatchedEnv:
         ends, cut = self._flags(terminated, "`terminated`"), self._flags(truncated, "`truncated`")
         if self._ignore_terminations:
             ends = np.zeros_like(ends)
-        # Copied first, because a reset may overwrite these tensors.
+        # Values are copied now, because a reset may overwrite the tensors.
         obs, solved = self._seen(raw), info.get("success")
         rewards = read_rewards(self._on_host(reward, "the reward"), self.id, self.num_envs).copy()
         success = None if solved is None else self._flags(solved, "info['success']")
@@ -137,11 +137,11 @@ class BatchedEnv:
     def _on_host(self, values: Raw, what: str) -> Raw:
         try:
             return _host(values)
-        except Exception as error:  # of a device or a type that NumPy does not have
+        except Exception as error:  # of a device or dtype that NumPy does not support
             raise ValueError(f"{self.id}: {what} {described(values)} cannot be read ({error}). {FIX}") from error
 
     def _without_logs(self, answer: Raw) -> Raw:
-        """Return the values of a step or a reset with an empty info in place of a PufferEnv's list of logs."""
+        """Return the result of a step or a reset with an empty info instead of a PufferEnv's list of logs."""
         if self._puffer is not None and isinstance(answer, tuple) and answer and isinstance(answer[-1], list):
             return *answer[:-1], {}
         return answer
@@ -151,12 +151,13 @@ class BatchedEnv:
 
 
 def self_resetting(id: str, env: Simulation, num_envs: int) -> BatchedEnv:
-    """Return the environments of a simulation that begins new episodes by itself, or does not if it says so.
+    """Return the environments of a user's simulation, which resets itself unless its metadata say otherwise.
 
-    Its ``metadata["autoreset_mode"]`` of Gymnasium is SAME_STEP, the default here, or DISABLED.
+    ``metadata["autoreset_mode"]``, as in Gymnasium, is SAME_STEP (the default here) or DISABLED.
 
     Raises:
-        ValueError: it has another number of environments, another mode, no spaces, or no reset and step.
+        ValueError: the simulation has a different number of environments, a different mode, no spaces, or lacks
+            ``reset``, ``step`` or ``close``.
     """
     check_methods(id, env, "reset", "step", "close")
     simulator = _simulator(env)
@@ -171,7 +172,7 @@ def self_resetting(id: str, env: Simulation, num_envs: int) -> BatchedEnv:
 
 
 def _simulator(env: Simulation) -> Simulator:
-    """Return the simulator below a simulation's wrappers."""
+    """Return the simulator without wrappers."""
     return getattr(env, "unwrapped", env)
 
 

@@ -1,4 +1,4 @@
-"""A policy for rollouts that numba compiles (`tether.control.envs.protocol.Rollout`)."""
+"""A policy in numba, for compiled rollouts (`tether.control.envs.protocol.Rollout`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Conversion between the values of environments and named, typed arrays: observations, actions, rewards and flags.
+"""Converts between the values of environments and typed arrays: observations, actions, rewards and flags.
 
-Observation spaces of Gymnasium become named arrays, and rows of a policy's actions become values of its action spaces.
-Rewards and flags are checked, since numpy would cast and broadcast them silently.
+Observations of Gymnasium's spaces become named arrays, and rows of a policy's actions become values of an action space.
+Rewards and flags are checked, since NumPy would cast and broadcast them silently.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from tether.control.envs.protocol import (
 from tether.observations import ACTION_MASK, TASK, Array, Observation, ObsPart, encode_text
 
 FLAGS = (np.int8, np.uint8, np.bool_)
-"""dtypes of masks."""
+"""Dtypes of masks."""
 
 
 class ObservationReader:
     """Converts observations of a space to named arrays, which `layout` describes.
 
-    Discrete values start at 0, pictures are [height, width, channels], texts are bytes, and floats are float32, in
-    which networks compute; other dtypes stay.
+    In the result, discrete values start at 0, images are [height, width, channels], texts are bytes, and floats are
+    float32, in which networks compute; other dtypes are unchanged.
 
     Raises:
-        ValueError: no policy supports a component of the space, or there are several texts.
+        ValueError: no policy supports a component of the space, or it has several texts.
     """
 
     def __init__(self, space: Space, env_id: str) -> None:
@@ -50,14 +50,14 @@ class ObservationReader:
             raise ValueError(f"{env_id}: no policy reads several texts. Leave one in the observation space: {space}")
         is_vector = isinstance(space, spaces.Box) and not is_picture(space) and len(space.shape) == 1
         self.is_plain = is_vector and np.issubdtype(space.dtype, np.floating)
-        """Whether observations are one flat vector of floats, which needs no conversion but to float32."""
+        """Whether observations are one flat vector of floats, which needs no conversion except to float32."""
 
     def __call__(self, obs: Raw, rows: int) -> Observation:
         """Read `rows` observations of the space.
 
         Raises:
-            ValueError: the shape is another one, a text is longer than its space allows, a discrete value is outside
-                of the space, or pixels or other integers are not integers.
+            ValueError: the shape is wrong, a text is longer than its space allows, a discrete value is outside of the
+                space, or values of an integer space are not integers.
         """
         return {leaf.entry.name: leaf.read(obs, rows) for leaf in self._leaves}
 
@@ -65,7 +65,7 @@ class ObservationReader:
         """Read the observations of all environments.
 
         Raises:
-            ValueError: they are not in the space; names the environments.
+            ValueError: they are not in the space; the message names the environments.
         """
         try:
             return self(obs, rows)
@@ -104,7 +104,7 @@ class _Leaf:
         for key in self.keys:
             obs = obs[key]
         shape, actual = self.space.shape or (), np.shape(obs)
-        if actual != (rows, *shape) and not (rows == 1 and actual == shape):  # a reshape would mix up numbers
+        if actual != (rows, *shape) and not (rows == 1 and actual == shape):  # reshaping would mix up the numbers
             raise ValueError(f"{self.entry.name} has the shape {actual}, not {(rows, *shape)}")
         match self.space:
             case spaces.Text():
@@ -174,22 +174,22 @@ def _leaves(space: Space, keys: tuple[str | int, ...], env_id: str) -> Iterator[
 
 
 def is_picture(space: Space) -> bool:
-    """Whether a space is of bytes in two to four dimensions."""
+    """Whether a space has images: bytes in two to four dimensions."""
     return isinstance(space, spaces.Box) and space.dtype == np.uint8 and 2 <= len(space.shape) <= 4
 
 
 def is_channels_first(shape: Sequence[int]) -> bool:
-    """Whether the last three axes of a picture are channels, height and width."""
+    """Whether the last three axes of an image are channels, height and width."""
     *_, first, second, third = shape
     return third > 4 and first < min(second, third)
 
 
 def as_picture(pixels: Array) -> Array:
-    """Convert pictures to [rows, height, width, channels].
+    """Convert images to [rows, height, width, channels].
 
-    Accepted are [rows, height, width], [rows, height, width, channels] and [rows, channels, height, width] (assumed if
-    the last axis is longer than 4 and the first the shortest), and either with a stack of frames in front, which become
-    channels.
+    Accepts [rows, height, width], [rows, height, width, channels] and [rows, channels, height, width], which is assumed
+    if the last axis is longer than 4 and the first one the shortest. The latter two may have an axis of stacked frames
+    before, which become channels.
     """
     if pixels.ndim == 3:
         return pixels[..., None]
@@ -209,7 +209,7 @@ class ActionCodec:
     space: Space
     env_id: str
     parts: Mapping[str | int, tuple[ActionCodec, list[int]]] = field(default_factory=dict)
-    """Of a Dict or Tuple: key -> codec of the part, and its columns of an action."""
+    """For a Dict or Tuple: key -> codec of the subspace, and its columns of an action."""
 
     @classmethod
     def of(cls, space: Space, env_id: str) -> ActionCodec:
@@ -260,7 +260,7 @@ class ActionCodec:
     def decode(self, actions: Array) -> Raw:
         """Convert actions [N, width] to [N, *shape of the space], clipped to the bounds of a Box.
 
-        Those of a Dict or Tuple become a dict or tuple of the parts' arrays.
+        Actions of a Dict or Tuple become a dict or tuple of arrays.
 
         Raises:
             ValueError: a value is not finite.
@@ -279,13 +279,13 @@ class ActionCodec:
             case spaces.Box():
                 check_finite(actions, self.env_id)
                 shaped = actions.reshape(rows, *self.space.shape)
-                # These two calls take a third of the time of np.clip, and this runs at each step.
+                # These two calls take a third of the time of np.clip, which matters at every step.
                 bounded = np.minimum(np.maximum(shaped, self.space.low), self.space.high)
                 return bounded.astype(self.space.dtype, copy=False)
         return actions.reshape(rows, *self.space.shape or ()).astype(self.space.dtype)
 
     def rows(self, decoded: Raw) -> Iterable[Raw]:
-        """Return the single actions of the result of `decode`."""
+        """Split the result of `decode` into single actions."""
         match self.space:
             case spaces.Dict():
                 by_part = [codec.rows(decoded[key]) for key, (codec, _) in self.parts.items()]
@@ -328,9 +328,9 @@ def check_finite(actions: Array, env_id: str, first: int = 0) -> None:
     """Refuse actions [N, width] with a value that is not finite, before they reach a simulator.
 
     Raises:
-        ValueError: names environment and entry.
+        ValueError: a value is not finite; the message names environment and entry.
     """
-    if math.isfinite(actions.sum()):  # several times as fast as checking each value
+    if math.isfinite(actions.sum()):  # several times as fast as checking every value
         return
     for n, entry in np.argwhere(~np.isfinite(actions)):
         raise ValueError(
@@ -346,7 +346,7 @@ _FLAGS = frozenset({bool, np.bool_})
 
 
 def check_methods(who: str, obj: object, *names: str) -> None:
-    """Raise a ValueError if an object of a user's function lacks one of these methods."""
+    """Raise a ValueError if an object that a user's function returned lacks one of these methods."""
     if missing := [name for name in names if not callable(getattr(obj, name, None))]:
         raise ValueError(
             f"{who}: gives {type(obj).__name__} without {' and '.join(missing)}; expected environments with "
@@ -355,7 +355,7 @@ def check_methods(who: str, obj: object, *names: str) -> None:
 
 
 def check_spaces(who: str, env: object, *names: str) -> None:
-    """Raise a ValueError if one of these attributes of an environment is no space."""
+    """Raise a ValueError if one of these attributes of an environment is not a space."""
     for name in names:
         if not isinstance(space := getattr(env, name, None), spaces.Space):
             raise ValueError(f"{who}: its {name} is {space!r:.80}; expected a gymnasium.Space")
@@ -374,7 +374,7 @@ def is_usual(answer: object) -> bool:
 
 
 def read_unusual(answer: object, who: str) -> Stepped:
-    """Convert a step's result: reward and flags to Python numbers, and an info of None to an empty one.
+    """Convert a step's result: reward and flags to Python values, and an info of None to an empty one.
 
     Raises:
         ValueError: the result is not (observation, reward, terminated, truncated, info).
@@ -388,7 +388,7 @@ def read_unusual(answer: object, who: str) -> Stepped:
 
 
 def read_step(answer: object, who: str) -> tuple[Raw, Raw, Raw, Raw, Info]:
-    """Return the five values of a step as they are, and an info of None as an empty one.
+    """Return the five values of a step unchanged, except that an info of None becomes an empty one.
 
     Raises:
         ValueError: the result is not (observation, reward, terminated, truncated, info).
@@ -424,7 +424,7 @@ def _counted(answer: object) -> str:
 
 
 def read_flag(value: object, what: str, who: str) -> bool:
-    """Return a flag that may be a number or a tensor.
+    """Convert a flag, which may be a number or a tensor, to a bool.
 
     Raises:
         ValueError: the flag is neither True, False, 1 nor 0.
@@ -436,7 +436,7 @@ def read_flag(value: object, what: str, who: str) -> bool:
 
 
 def success_of(info: Info, who: str) -> bool | None:
-    """Return the flag `is_success` (Stable-Baselines3's name) or `success` of a step's info, None without either.
+    """Return ``is_success`` (Stable-Baselines3's name) or ``success`` from a step's info; None if it has neither.
 
     Raises:
         ValueError: the flag is neither True, False, 1 nor 0.
@@ -448,7 +448,7 @@ def success_of(info: Info, who: str) -> bool | None:
 
 
 def read_flags(values: Raw, what: str, who: str, count: int) -> Flags:
-    """Return the flags [count] of a vector environment, which may be numbers.
+    """Convert the flags [count] of a vector environment, which may be numbers, to bools.
 
     Raises:
         ValueError: the shape is wrong, or a flag is neither True, False, 1 nor 0.

@@ -1,4 +1,4 @@
-"""Environments of envpool, which steps them in C++ threads."""
+"""Environments of envpool, which are stepped in C++ threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tether.spelling import did_you_mean
 
 
 class EnvPool:
-    """A pool that is recreated at each reset, because envpool accepts a seed only when it starts."""
+    """A pool that is recreated at each reset, because envpool accepts a seed only at construction."""
 
     def __init__(self, id: str, make: Callable[[int], GymnasiumVectorEnv]) -> None:
         self.id = id
@@ -27,7 +27,7 @@ class EnvPool:
     def reset(self, seed: int) -> Observation:
         self._pool.close()
         self._pool = self._make(seed)
-        return self._pool.reset(None)  # the pool was created with the seed, and warns if it gets one here
+        return self._pool.reset(None)  # the pool was created with the seed, and warns about one here
 
     def step(self, actions: Array) -> EnvStep:
         return self._pool.step(actions)
@@ -46,7 +46,7 @@ def make_envpool(options: EnvOptions) -> EnvPool:
     """Make a pool of an envpool task.
 
     Raises:
-        ValueError: envpool has no such id, or an option needs single environments.
+        ValueError: envpool has no such id, or an option requires single environments.
     """
     task_ids = envpool.list_all_envs()
     if options.id not in task_ids:

@@ -1,4 +1,4 @@
-"""Gymnasium's generic types, for environments whose spaces are known only at run time."""
+"""Aliases of Gymnasium's generic types, for environments whose spaces are known only at run time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Raw: TypeAlias = Any
 """An observation or an action in the environment's own format."""
 Info: TypeAlias = dict[str, Any]
 Begun: TypeAlias = tuple[Raw, Info]
-"""What `reset` returns."""
+"""Result of `reset`."""
 Stepped: TypeAlias = tuple[Raw, SupportsFloat, bool, bool, Info]
-"""What `step` returns."""
+"""Result of `step`."""
 Arguments: TypeAlias = Mapping[str, Any]
 """Keyword arguments of a simulator's constructor."""
 Simulator: TypeAlias = Any

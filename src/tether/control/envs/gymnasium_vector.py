@@ -28,11 +28,11 @@ from tether.observations import Array, Observation
 class GymnasiumVectorEnv:
     """Implements `VectorEnv` for each of Gymnasium's autoreset modes.
 
-    - ``SAME_STEP``: the step that ends an episode returns the first observation of the next one, and the infos contain
-      the last one of the old.
-    - ``NEXT_STEP``: it returns the last observation; the following step ignores its action and only resets, so it is
-      marked as not valid.
-    - ``DISABLED``: the caller resets, which `step` does immediately.
+    - ``SAME_STEP``: the step that ends an episode returns the first observation of the next episode, and its infos
+      contain the last observation.
+    - ``NEXT_STEP``: the step that ends an episode returns the last observation; the next step ignores its action and
+      only resets, so it is marked as not valid.
+    - ``DISABLED``: the caller has to reset, so `step` does it immediately.
     """
 
     def __init__(self, id: str, env: VectorEnv[Any, Any, Any]) -> None:
@@ -47,7 +47,7 @@ class GymnasiumVectorEnv:
             names = ", ".join(map(str, AutoresetMode))
             raise ValueError(f"{id}: its metadata['autoreset_mode'] is {mode!r}, none of {names}. {FIX}")
         self._mode = AutoresetMode(mode)
-        own: Raw = type(env)  # not what a wrapper passes through, which would be left out
+        own: Raw = type(env)  # not attributes that a wrapper delegates, whose state would be left out
         self.rollout: Rollout | None = own.rollout.__get__(env) if hasattr(own, "rollout") else None
         if self.rollout is not None and self._mode is not AutoresetMode.SAME_STEP:
             raise ValueError(
@@ -61,7 +61,7 @@ class GymnasiumVectorEnv:
         self._resetting = np.zeros(self.num_envs, dtype=np.bool_)
 
     def reset(self, seed: int | None) -> Observation:
-        # None leaves the generators of the environments unchanged.
+        # With None, the generators of the environments continue.
         obs, info = read_reset(self._env.reset(seed=seed), self.id)
         refuse_unread_mask(info, self.layout, self.id)
         self._resetting = np.zeros(self.num_envs, dtype=np.bool_)
@@ -85,7 +85,7 @@ class GymnasiumVectorEnv:
             final_obs = self._final(infos, ended) if self._mode is AutoresetMode.SAME_STEP else obs
             if self._mode is AutoresetMode.DISABLED:
                 fresh, _ = read_reset(self._env.reset(options={"reset_mask": ended}), self.id)
-                # A partial reset defines only the masked rows.
+                # After a partial reset, only the masked rows are defined.
                 begun = self._read.read_all(fresh, self.num_envs)
                 obs = {name: _where(ended, begun[name], array) for name, array in obs.items()}
         success = self._success(infos)
@@ -118,7 +118,7 @@ class GymnasiumVectorEnv:
                 )
 
     def _success(self, infos: Info) -> Flags | None:
-        """Return the success of each environment; for an episode that has ended it is in `final_info`."""
+        """Return the success of each environment; for episodes that have ended, ``final_info`` contains it."""
         for name in ("is_success", "success"):
             success = None
             for info in (infos, infos.get("final_info", {})):
@@ -154,7 +154,7 @@ class GymnasiumVectorEnv:
         self._env.close()
 
     def _final(self, infos: Info, ended: Flags) -> Observation:
-        """Return the last observations, with rows for the episodes that ended."""
+        """Return the last observations [N, ...] of the episodes that ended; other rows are zero."""
         if "final_obs" not in infos:
             raise ValueError(
                 f"{self.id}: its metadata['autoreset_mode'] is SAME_STEP, but info['final_obs'] with the last "
@@ -164,7 +164,7 @@ class GymnasiumVectorEnv:
         for i in np.flatnonzero(ended).tolist():
             try:
                 self._read.write(infos["final_obs"][i], final, i)
-            except Exception as error:  # whatever is raised, the observation is not in the space
+            except Exception as error:  # any error means that the observation is not in the space
                 raise ValueError(
                     f"{self.id}: info['final_obs'] is {described(infos['final_obs'])}; expected an observation of "
                     f"{self.spaces[0]} for environment {i}, whose episode ended ({error}). {FIX}"
@@ -173,5 +173,5 @@ class GymnasiumVectorEnv:
 
 
 def _where(rows: Flags, chosen: Array, other: Array) -> Array:
-    """Return the flagged rows [N, ...] of one array and the other rows of another."""
+    """Return the flagged rows [N, ...] from `chosen` and the others from `other`."""
     return np.where(rows.reshape(-1, *[1] * (other.ndim - 1)), chosen, other)

@@ -1,4 +1,4 @@
-"""Environments written in JAX: one is given, N are vectorized, compiled and reset here."""
+"""Environments written in JAX: vectorizes, compiles and resets N copies of a user's environment."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tether.observations import Array, Observation, copied
 
 
 class JaxEnv(Protocol):
-    """One environment as pure functions, which `jax.vmap` and `jax.jit` transform."""
+    """An environment as pure functions, which `jax.vmap` and `jax.jit` can transform."""
 
     observation_space: Space
     action_space: Space
 
     def reset(self, key: Raw) -> tuple[Raw, Raw]:
-        """Return the first observation of an episode, and the state, any tree of arrays."""
+        """Return the first observation of an episode, and the state, which may be any tree of arrays."""
         ...
 
     def step(self, key: Raw, state: Raw, action: Raw) -> tuple[Raw, Raw, Raw, Raw, Raw]:
@@ -42,7 +42,7 @@ class JaxEnv(Protocol):
 class JaxVectorEnv:
     """Implements `VectorEnv` for a `JaxEnv`: the step that ends an episode begins the next one.
 
-    Environment i of seed s draws from the key s + i.
+    With seed s, environment i uses the random key of s + i.
 
     Args:
         id: name of the environment in error messages.
@@ -112,7 +112,7 @@ class JaxVectorEnv:
 
     @property
     def rollout(self) -> Rollout | None:
-        """Rollouts in one compiled call; None if observations or actions are not one row of numbers."""
+        """A function for rollouts in one compiled call; None if observations or actions are not one flat vector."""
         numbers = [(part.kind, part.choices) for part in self.layout] == [("vector", ())]
         return self._play if numbers and isinstance(self.spaces[1], spaces.Box | spaces.Discrete) else None
 
@@ -127,7 +127,7 @@ class JaxVectorEnv:
         rows.terminated[:], rows.truncated[:] = terminated, truncated
 
     def _in_space(self, actions: Raw) -> Raw:
-        """Do in JAX what `ActionCodec.decode` does for a Box or a Discrete space."""
+        """Implement `ActionCodec.decode` for a Box or a Discrete space in JAX."""
         space: Raw = self.spaces[1]
         if isinstance(space, spaces.Discrete):
             return actions[:, 0] + space.start
@@ -150,7 +150,7 @@ ACTIVATIONS = {"tanh": jnp.tanh, "relu": jax.nn.relu, "elu": jax.nn.elu}
 
 
 def _act(activation: Callable[[Raw], Raw], policy: PolicyArrays, row: Raw, noise: Raw) -> Raw:
-    """Do in JAX what `tether.control.policies.networks.Actor` does."""
+    """Implement `tether.control.policies.networks.Actor` in JAX."""
     x = jnp.clip((row - policy.shift) * policy.scale, -policy.clip, policy.clip)
     for weight, bias in zip(policy.weights[:-1], policy.biases[:-1], strict=True):
         x = activation(x @ weight + bias)
@@ -159,5 +159,5 @@ def _act(activation: Callable[[Raw], Raw], policy: PolicyArrays, row: Raw, noise
 
 
 def _row(obs: Raw, num_envs: int) -> Raw:
-    """Return the one array of an observation as rows of numbers."""
+    """Return the single array of an observation as rows [N, O]."""
     return jax.tree.leaves(obs)[0].reshape(num_envs, -1).astype(jnp.float32)

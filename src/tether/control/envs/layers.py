@@ -1,7 +1,6 @@
-"""Layers around vector environments, which delegate what they do not change.
+"""Wrappers of vector environments, which delegate everything that they do not change.
 
-They encode actions, seed the environments of one rank, let episodes begin when they should, and bound the time of a
-step.
+They decode a policy's actions, seed the environments of one rank, control when episodes begin, and apply the timeout.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class ActionCode(Protocol):
-    """How a policy encodes continuous actions of D columns."""
+    """A policy's encoding of continuous actions of D columns."""
 
     @property
     def actions(self) -> ActionSpec:
@@ -37,12 +36,12 @@ class ActionCode(Protocol):
         ...
 
     def decode(self, columns: Array) -> Floats:
-        """Return the actions [..., D] of the policy's output."""
+        """Return the environment's actions [..., D] for a policy's encoded actions."""
         ...
 
 
 class CodedEnv:
-    """Makes environments with continuous actions accept those of a policy."""
+    """Makes environments with continuous actions accept a policy's encoded actions."""
 
     def __init__(self, env: VectorEnv, code: ActionCode) -> None:
         self._env, self._code = env, code
@@ -51,7 +50,7 @@ class CodedEnv:
 
     @property
     def seeds(self) -> NDArray[np.int64] | None:
-        """Seeds of the current episodes, as `HeldEnv` has them; None if the environments are reset together."""
+        """`HeldEnv.seeds`; None if the environments are reset together."""
         return getattr(self._env, "seeds", None)
 
     def reset(self, seed: int) -> Observation:
@@ -71,11 +70,11 @@ class CodedEnv:
 
 
 class PartOfEnvs:
-    """Seeds environments by their index in the run; everything else is delegated."""
+    """Seeds the environments of a rank by their index in the run; everything else is delegated."""
 
     def __init__(self, env: VectorEnv, first: int) -> None:
         self._env, self._first = env, first
-        self.step = env.step  # bound here, to save a lookup by `__getattr__` at each step
+        self.step = env.step  # an attribute, to avoid `__getattr__` at each step
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._env, name)
@@ -85,18 +84,18 @@ class PartOfEnvs:
 
 
 class PacedEnv:
-    """Implements `VectorEnv` for environments that wait after an episode.
+    """Implements `VectorEnv` for environments that wait after an episode, and decides when and how the next begins.
 
-    The actions of a chunk are chosen together, so if an episode ends in the middle of a chunk, the remaining actions
-    are not carried out: the environment waits, and the next episode begins with the next chunk.
+    The actions of a chunk are chosen together. If an episode ends in the middle of a chunk, the remaining actions are
+    not executed: the environment waits, and the next episode begins with the next chunk.
 
     Args:
         env: the environments.
         chunk: number of actions chosen together.
         auto_reset: begin new episodes after a chunk; False: only in `reset`.
         group_size: number of adjacent environments whose k-th episodes begin in the same state.
-        fixed_seed: all episodes of a group begin in the state that this seed and the group determine; None: in
-            different ones.
+        fixed_seed: all episodes of a group begin in the state determined by this seed and the group; None: episodes
+            begin in different states.
         first: index of the first environment, if the environments of a run are divided among ranks.
     """
 
@@ -157,7 +156,7 @@ class PacedEnv:
         return self._env.begin(seeds)
 
     def _next_seed(self, n: int) -> int | None:
-        """Return the seed of an environment's next episode; None if its own generator continues."""
+        """Return the seed of an environment's next episode; None: its generator continues."""
         index = self._first + n
         group = index // self._group_size
         if self._fixed_seed is not None:
@@ -197,7 +196,7 @@ class TimedEnv:
 
     @property
     def rollout(self) -> Rollout | None:
-        """The rollout of the environments, which has the timeout of a step; None if they have none."""
+        """The environments' ``rollout``, with the timeout of a step; None if they have none."""
         rollout: Rollout | None = getattr(self._env, "rollout", None)
         return None if rollout is None else partial(self._timed, rollout)
 
@@ -205,7 +204,7 @@ class TimedEnv:
         self._calls.begin()
         try:
             return call(*arguments)
-        except SystemExit as exit:  # otherwise the run would end here as if it were complete
+        except SystemExit as exit:  # otherwise the run would exit here as if it were complete
             raise RuntimeError(f"{self._env.id} asked Python to exit ({exit.code})") from exit
         finally:
             self._calls.end()

@@ -29,8 +29,8 @@ from tether.observations import Array, Observation, copied, shapes
 class SyncVectorEnv:
     """Steps N environments in a loop; the step that ends an episode begins the next one, unless `holds` is set.
 
-    Gymnasium's own loop adds copies and dictionaries of infos, which take as long as a step of a cheap environment, so
-    this one writes directly into its arrays.
+    Gymnasium's loop adds copies and dictionaries of infos, which take as long as a step of a cheap environment. This
+    one writes directly into its arrays.
 
     Args:
         id: name of the environment in error messages.
@@ -38,7 +38,7 @@ class SyncVectorEnv:
         num_envs: number of environments.
         ignore_terminations: only truncation ends an episode.
         holds: wait for `begin` after an episode (`HeldEnv`).
-        ignore_masks: allow action masks in the infos that are not observed; otherwise `begin` refuses them.
+        ignore_masks: accept action masks in the infos that are not in the observations; otherwise `begin` refuses them.
         info_metrics: names of the numbers in an episode's last info to return as `EnvStep.info_values`.
     """
 
@@ -90,7 +90,7 @@ class SyncVectorEnv:
         decoded = self._codec.decode(actions)
         ended = has_success = False
         valid, metrics = None, dict[str, Floats]()
-        if self._had_success:  # an environment may report success in some steps only
+        if self._had_success:  # environments may report success in some steps only
             self._success[:] = False
         if self._holds and self._waiting.any():
             valid = ~self._waiting
@@ -159,7 +159,7 @@ class SyncVectorEnv:
         self.seeds[:] = NO_SEED
 
     def close(self) -> None:
-        with ExitStack() as all_of_them:  # closes the others even if one raises
+        with ExitStack() as all_of_them:  # closes all of them even if one raises
             for env in self._envs:
                 all_of_them.callback(env.close)
 
@@ -167,11 +167,11 @@ class SyncVectorEnv:
         try:
             if not self._read.is_plain:
                 self._read.write(obs, rows, i)
-            elif len(obs) == self.layout[0].shape[0]:  # the usual case, made fast
+            elif len(obs) == self.layout[0].shape[0]:  # a fast path for the usual case
                 rows[self.layout[0].name][i] = obs
-            else:  # numpy would broadcast some lengths
+            else:  # NumPy would broadcast some lengths
                 raise ValueError("another length")
-        except Exception as error:  # whatever is raised, the observation is not in the space
+        except Exception as error:  # any error means that the observation is not in the space
             raise ValueError(
                 f"{self.id}, environment {i}: the observation {described(obs)} is not in "
                 f"{self._envs[i].observation_space}. {FIX}"

@@ -44,22 +44,22 @@ EXTRAS = {
 """Module that an environment failed to import -> extra of tether that installs it."""
 
 OWN_BATCHES = ("jax", "tensors")
-"""The env_types whose id is a user's function of environments that are stepped together."""
+"""The env_types whose id is a user's function that makes batched environments."""
 
 SCRIPTED = ("metaworld",)
-"""The env_types whose module has a scripted policy, `scripted`."""
+"""The env_types whose module has a scripted policy (`scripted`)."""
 
 MAY_BATCH = ("maniskill",)
-"""The env_types whose module may step many environments at once, `make_batch`."""
+"""The env_types whose module may step many environments at once (`make_batch`)."""
 
 EVALUATION = "env.eval"
-"""Role of environments that a policy is tested in."""
+"""Role of the environments for evaluations."""
 
 CLIPPING_WRAPPERS = ("ClipReward", "ClipRewardEnv")
 """Names of wrappers that clip rewards: Gymnasium's and Stable-Baselines3's."""
 
 CLIPPING_ARGUMENTS = ("reward_clipping", "reward_clip")
-"""Names of constructors' parameters that clip rewards: ale_py's and envpool's."""
+"""Names of constructor parameters that clip rewards: ale_py's and envpool's."""
 
 NO_PICTURES = "It shows no pictures, which env.eval.video_cfg.save_video and `tether play` need (render_mode)."
 
@@ -74,21 +74,21 @@ GYMNASIUM_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True)
 class View:
-    """The entries of an observation that the policy sees, and the numbers of the infos to record."""
+    """The observations that the policy sees, and the numbers to record from infos."""
 
     drop: tuple[str, ...] = ()
     """Entries of a Dict observation to drop."""
     frame_stack: int = 1
     """Number of most recent observations to stack."""
     action_masks: bool | None = None
-    """Add ``info["action_mask"]`` to the observation; None: refuse environments that have one."""
+    """Whether to add ``info["action_mask"]`` to the observation; None: refuse environments that have one."""
     info_metrics: tuple[str, ...] = ()
     """Names of numbers to record from the info of an episode's last step."""
 
 
 @dataclass(frozen=True)
 class Pacing:
-    """When episodes begin, and in which states: the options of `PacedEnv`."""
+    """Options of `PacedEnv`: when episodes begin, and in which states."""
 
     chunk: int = 1
     auto_reset: bool = True
@@ -98,7 +98,7 @@ class Pacing:
 
 @dataclass(frozen=True)
 class EnvOptions:
-    """Options of a vector environment: the keys of ``env.train`` and ``env.eval``."""
+    """Options of vector environments, from the keys of ``env.train`` or ``env.eval``."""
 
     id: str
     num_envs: int
@@ -106,12 +106,12 @@ class EnvOptions:
     vectorization: str = "auto"
     num_workers: int = 1
     timeout: float = 300.0
-    """Maximum seconds for a step or a reset."""
+    """Maximum seconds for a step, a reset or a constructor."""
     max_episode_steps: int | None = None
     ignore_terminations: bool = False
     init_params: Arguments = field(default_factory=dict)
     wrappers: tuple[str, ...] = ()
-    """Wrappers as ``module:Class?name=value``, the innermost first."""
+    """Wrappers as ``module:Class?name=value``, innermost first."""
     view: View = field(default_factory=View)
     pacing: Pacing = field(default_factory=Pacing)
     role: str = "env.train"
@@ -145,7 +145,7 @@ def make_vector_env(options: EnvOptions) -> VectorEnv:
         with_offset: Any = PartOfEnvs(env, options.first)
         env = with_offset
     if in_processes:
-        return env  # the worker processes have the deadline
+        return env  # the timeout applies in the worker processes
     timed: Any = TimedEnv(env, options.timeout, options.role)
     return timed
 
@@ -162,7 +162,7 @@ def _make(options: EnvOptions) -> VectorEnv:
 
 
 def _make_batch(options: EnvOptions) -> VectorEnv:
-    """Make the environments of a user's function, which JAX or a simulator of tensors steps together."""
+    """Make the environments of a user's function that are stepped in one batch, in JAX or with tensors."""
     function, where = _own(options), _named(options)
     if function is None:
         raise ValueError(
@@ -200,10 +200,10 @@ def _make_gymnasium(options: EnvOptions) -> VectorEnv:
 
 
 def _has_same_options(options: EnvOptions, spec: EnvSpec) -> bool:
-    """Whether the constructors of the vector code and of a single environment have the same values for the options that
-    both have, and the vector code has no option of rewards beside them.
+    """Whether the vector code of an id behaves like its single environment, as far as constructors show.
 
-    Options that only one of them has under another name are not compared.
+    The parameters that both constructors have must have equal values, and the vector code must not have additional
+    parameters about rewards. Parameters with different names are not compared.
     """
     assert spec.entry_point is not None
     assert spec.vector_entry_point is not None
@@ -215,7 +215,7 @@ def _has_same_options(options: EnvOptions, spec: EnvSpec) -> bool:
 
 
 def _defaults(entry: str | Callable[..., object]) -> Info:
-    """Return the default values of a constructor's parameters."""
+    """Return the parameters of a constructor that have defaults, with these."""
     make = load_env_creator(entry) if isinstance(entry, str) else entry
     empty = inspect.Parameter.empty
     parameters = inspect.signature(make).parameters
@@ -229,7 +229,7 @@ def _has_same_spaces(options: EnvOptions, spec: EnvSpec) -> bool:
 
 
 def _own_vector(options: EnvOptions, spec: EnvSpec) -> gymnasium.vector.VectorEnv[Any, Any, Any]:
-    """Make environments that provide their own vectorization."""
+    """Make the vector environment of an id that has vector code of its own."""
     arguments = _arguments(options)
     assert spec.vector_entry_point is not None
     arguments |= without_clipping(options, _defaults(spec.vector_entry_point) | arguments)
@@ -245,7 +245,7 @@ def _own_vector(options: EnvOptions, spec: EnvSpec) -> gymnasium.vector.VectorEn
 
 
 def has_vector_code_alone(options: EnvOptions) -> bool:
-    """Whether an id gives vector environments only: by its registration, or since a user's function takes their number.
+    """Whether an id makes vector environments only: it is registered so, or names a user's function with ``num_envs``.
 
     Raises:
         ValueError: the id is unknown, or a package is missing.
@@ -257,8 +257,8 @@ def has_vector_code_alone(options: EnvOptions) -> bool:
 
 
 def _refuse_single_environments(options: EnvOptions) -> None:
-    """Refuse options that need single environments, for an id without them."""
-    filmed = "render_mode" in options.init_params  # by the vector environment itself
+    """Refuse options that require single environments, for an id that makes vector environments only."""
+    filmed = "render_mode" in options.init_params  # then the vector environment itself renders
     needing = {
         f"{options.role}.vectorization={options.vectorization}": options.vectorization == "subprocess"
         or (options.vectorization == "sync" and not filmed),
@@ -329,7 +329,7 @@ def _make_loop(options: EnvOptions) -> VectorEnv:
 
 
 def _loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
-    """Make a loop over environments. A module-level function, because it is pickled for worker processes."""
+    """Make a loop over environments. It is a module-level function, because it is pickled for worker processes."""
     make = partial(make_one, options)
     return SyncVectorEnv(
         options.id,
@@ -343,23 +343,23 @@ def _loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
 
 
 def _first_loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
-    """Make the loop of the first worker, which reports errors in the environments for all."""
+    """Make the loop of the first worker, which reports errors in the environments on behalf of all workers."""
     with _needs_named(options):
         _check_own(options)
         return _loop(options, holds, count)
 
 
 def _import_simulator(options: EnvOptions) -> None:
-    """Import the simulator once, before forking, so that the workers share it."""
+    """Import the simulator before forking, so that the workers share it."""
     if options.env_type != "gymnasium":
         _simulator_module(options)
     elif isinstance(entry := _find(options).entry_point, str):
-        with suppress(Exception):  # the first worker reports it
+        with suppress(Exception):  # the first worker reports the error
             load_env_creator(entry)
 
 
 def _own(options: EnvOptions) -> Callable[..., Any] | None:
-    """Return the user's function that an id names, importing its file; None for a registered environment."""
+    """Import the user's file that an id names and return its function; None for a registered environment."""
     module, _, name = options.id.rpartition(":")
     if is_object(options.id):
         function = held(options.id)
@@ -371,7 +371,7 @@ def _own(options: EnvOptions) -> Callable[..., Any] | None:
     if name in gymnasium.registry:
         return None
     definitions = vars(import_python_file(module, f"{options.role}.id"))
-    if name in gymnasium.registry:  # the file has just registered it
+    if name in gymnasium.registry:  # importing the file has registered it
         return None
     if not callable(value := definitions.get(name)):
         raise ValueError(
@@ -382,7 +382,7 @@ def _own(options: EnvOptions) -> Callable[..., Any] | None:
 
 
 def _refuse_instance(obj: object) -> None:
-    """Raise a ValueError for an object that is not a function that makes environments."""
+    """Raise a ValueError for an object that is no function, for example an environment."""
     kind = type(obj).__name__
     if not isinstance(obj, gymnasium.Env | gymnasium.vector.VectorEnv):
         raise ValueError(f"env: {kind} is no function that makes a gymnasium.Env")
@@ -400,10 +400,10 @@ _alive: WeakValueDictionary[int, object] = WeakValueDictionary()
 
 
 def _new(function: Callable[..., object], where: str, /, **arguments: object) -> object:
-    """Call a user's function that makes environments.
+    """Call a user's function that makes an environment.
 
     Raises:
-        ValueError: it returned the same environment twice, so that their episodes would be mixed.
+        ValueError: the function returned an environment that is still in use, so that episodes would be mixed.
     """
     env = function(**arguments)
     if isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv):
@@ -424,7 +424,7 @@ def _called(function: Callable[..., object], where: str, /, **arguments: object)
 
 
 def _takes_their_number(function: Callable[..., object]) -> bool:
-    """Whether a user's function gives a vector environment: it takes the number of environments."""
+    """Whether a user's function makes a vector environment: it has the parameter ``num_envs``."""
     if isinstance(function, type):
         return issubclass(function, gymnasium.vector.VectorEnv)
     return "num_envs" in inspect.signature(function).parameters
@@ -441,7 +441,8 @@ def _new_vector(function: Callable[..., object], where: str, /, **arguments: obj
 
 
 def _check_own(options: EnvOptions) -> None:
-    """If the id names a user's function of single environments, make one environment and take one step."""
+    """If the id names a user's function that makes single environments, check one environment by resetting it and
+    taking one step."""
     if options.env_type == "gymnasium" and (function := _own(options)) and not _takes_their_number(function):
         with _in_time(options):
             _check_function(options, function)
@@ -478,7 +479,7 @@ def _check_function(options: EnvOptions, function: Callable[..., object]) -> Non
             f"{where}: reset(seed=0), a step and close() do not give what Gymnasium's do: (observation, info), "
             f"(observation, reward, terminated, truncated, info) and None. {type(error).__name__}: {error}"
         ) from error
-    # an observation of two numbers could be unpacked as well
+    # Unpacking would not notice an observation of two numbers without an info.
     if not isinstance(begun, tuple | list) or len(begun) != 2 or not isinstance(begun[1], Mapping | None):
         raise ValueError(f"{where}: reset gives {described(begun)}, not (observation, info) as Gymnasium's. {FIX}")
     obs, after = begun[0], read_unusual(answer, where)[0]
@@ -486,14 +487,14 @@ def _check_function(options: EnvOptions, function: Callable[..., object]) -> Non
     for name, seen in (("reset", obs), ("step", after)):
         try:
             reader(seen, 1)
-        except Exception as error:  # whatever is raised, the observation is not in the space
+        except Exception as error:  # any error means that the observation is not in the space
             raise ValueError(
                 f"{where}: {name} gives {described(seen)}, which is not in {env.observation_space} ({error}). {FIX}"
             ) from error
 
 
 def make_one(options: EnvOptions) -> Env:
-    """Make one of the environments that `make_vector_env` steps together, and report clearly why it fails."""
+    """Make one of the environments that `make_vector_env` steps together; errors explain the cause."""
     try:
         with _in_time(options):
             if options.env_type == "gymnasium":
@@ -562,7 +563,7 @@ def scripted(options: EnvOptions) -> Scripted:
 
 
 def _simulator_module(options: EnvOptions) -> ModuleType:
-    """Return the module of a simulator, whose `make_env` makes single environments from the simulator's own ids."""
+    """Return the module of a simulator, whose `make_env` makes single environments from the simulator's ids."""
     return integration("robots", options.env_type)
 
 
@@ -608,17 +609,17 @@ def _wrapped(env: Env, name: str, role: str) -> Env:
 
 
 def _clips_an_evaluation(options: EnvOptions, wrapper: str) -> bool:
-    """Whether a wrapper clips the rewards of an evaluation, which is on rewards as they are."""
+    """Whether a wrapper clips rewards and must be left out, because evaluations report unclipped rewards."""
     return options.role == EVALUATION and wrapper.partition("?")[0].rpartition(":")[2] in CLIPPING_WRAPPERS
 
 
 def without_clipping(options: EnvOptions, arguments: Arguments) -> Info:
-    """Return the arguments of an evaluation's constructor that turn the clipping of rewards off."""
+    """Return the constructor arguments that turn off the clipping of rewards, for evaluations."""
     return {name: False for name in CLIPPING_ARGUMENTS if options.role == EVALUATION and arguments.get(name) is True}
 
 
 def describe_preprocessing(options: EnvOptions) -> str:
-    """Return what stands between the simulator and the policy in an evaluation, for people."""
+    """Return a readable description of the preprocessing of observations and rewards in evaluations."""
     clipping = [name for name in options.wrappers if _clips_an_evaluation(options, name)]
     clipping += without_clipping(options, options.init_params)
     used = [f"{name}={value}" for name, value in options.init_params.items() if name not in clipping]
@@ -630,7 +631,7 @@ def describe_preprocessing(options: EnvOptions) -> str:
 
 
 def _refuse_statistics(env: Env, options: EnvOptions) -> None:
-    """Refuse normalizing wrappers, whose running statistics neither an evaluation nor a loaded policy would share."""
+    """Refuse normalizing wrappers, because evaluations and loaded policies would not share their running statistics."""
     layer = env
     while isinstance(layer, gymnasium.Wrapper):
         if isinstance(layer, NormalizeObservation | NormalizeReward) and layer.update_running_mean:
@@ -644,7 +645,7 @@ def _refuse_statistics(env: Env, options: EnvOptions) -> None:
 
 
 def _arguments(options: EnvOptions) -> Info:
-    """Return the keyword arguments of an environment."""
+    """Return the keyword arguments of an environment's constructor."""
     arguments = dict(options.init_params)
     if options.env_type == "gymnasium":
         if _own(options):
@@ -660,10 +661,10 @@ def _arguments(options: EnvOptions) -> Info:
 
 
 def _find(options: EnvOptions) -> EnvSpec:
-    """Return the spec of a registered environment; ``module:Name-v0`` and ``file.py:Name-v0`` import the module or
-    file.
+    """Return the spec of an environment.
 
-    For a function (``file.py:function``, or an object of this process) make a spec.
+    ``module:Name-v0`` and ``file.py:Name-v0`` import the module or file that registers it. A function
+    (``file.py:function``, or an object of this process) gets a new spec.
     """
     module, _, name = options.id.rpartition(":")
     function = _own(options)

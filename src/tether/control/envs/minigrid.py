@@ -1,7 +1,7 @@
 """MiniGrid's environments: adds ``success`` to their infos, and computes the agent's view without copying the grid.
 
-`minigrid.minigrid_env.MiniGridEnv.gen_obs` copies the view up to five times, one Python object per cell, which takes
-most of the time of a step. `view` reads the same cells in place.
+`minigrid.minigrid_env.MiniGridEnv.gen_obs` copies the view up to five times, with one Python object per cell, which
+takes most of the time of a step. `view` reads the same cells in place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tether.control.envs.gymnasium_types import Env, Info, Raw, Simulator, Stepped, Wrapper
 
 DARK, EMPTY, OUTSIDE = bytes((0, 0, 0)), bytes((1, 0, 0)), bytes((2, 5, 0))
-"""Encodings of a cell out of sight, of an empty one, and of the grey wall that MiniGrid shows outside of the grid."""
+"""Encodings of an invisible cell, of an empty cell, and of the grey wall that MiniGrid shows outside of the grid."""
 
 
 class SuccessByReward(Wrapper):
@@ -64,9 +64,9 @@ def _has_usual_view(kind: type) -> bool:
 def _cells_around(
     size: int, direction: int, width: int, height: int, x: int, y: int
 ) -> Callable[[list[Simulator]], tuple[Simulator, ...]]:
-    """Return a function that picks the cells of a view from a grid's cells followed by one outside cell.
+    """Return a function that selects the cells of a view from a list of the grid's cells and one outside cell.
 
-    The order is columns from left to right, each from the far end to the agent.
+    The selected cells are ordered in columns from left to right, each from the far end to the agent.
     """
     dx, dy = ((1, 0), (0, 1), (-1, 0), (0, -1))[direction]
     where = []
@@ -80,7 +80,7 @@ def _cells_around(
 
 @lru_cache(maxsize=10_000)
 def _in_sight(size: int, opaque: bytes) -> bytes:
-    """Return visible cells by MiniGrid's algorithm: light spreads from the agent sideways and ahead, row by row."""
+    """Return the visible cells by MiniGrid's algorithm: light spreads from the agent sideways and ahead, row by row."""
     lit = bytearray(size**2)
     lit[size // 2 * size + size - 1] = True
     for row in range(size - 1, -1, -1):

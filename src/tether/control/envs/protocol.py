@@ -20,7 +20,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class DiscreteActions:
-    """Discrete actions: column i of an action is an integer from 0 to `choices[i] - 1`."""
+    """Discrete actions: column i of an action is an integer from 0 to ``choices[i] - 1``."""
 
     choices: tuple[int, ...]
 
@@ -44,7 +44,7 @@ class ContinuousActions:
 
 @dataclass(frozen=True)
 class MixedActions:
-    """Choices and continuous actions together; the columns of choices come first, as whole numbers of float32."""
+    """Discrete and continuous columns in one action; discrete ones come first, as integers in float32."""
 
     choices: tuple[int, ...]
     numbers: ContinuousActions
@@ -59,12 +59,12 @@ ActionSpec = DiscreteActions | ContinuousActions | MixedActions
 
 
 def choices_of(actions: ActionSpec) -> tuple[int, ...]:
-    """Return the number of alternatives of each column that is a choice."""
+    """Return the number of alternatives of each discrete column."""
     return () if isinstance(actions, ContinuousActions) else actions.choices
 
 
 NO_SEED = -1
-"""Seed of an episode that was reset without one: the generator of its environment continued."""
+"""Marks an episode that was reset without a seed, so that its environment's generator continued."""
 
 Saved: TypeAlias = Any
 """Picklable state of an environment, for `set_state`."""
@@ -75,25 +75,25 @@ class EnvStep:
     """The result of one step of N environments. The arrays may be overwritten by the next step."""
 
     obs: Observation
-    """[N, ...]: observations for the next actions; the first of a new episode if one has just ended."""
+    """[N, ...]: observations for the next actions; the first one of the next episode if one has just ended."""
     reward: Floats
     """[N]: rewards of the step."""
     terminated: Flags
-    """[N]: the episode reached a terminal state, whose value is 0."""
+    """[N]: whether the episode reached a terminal state, whose value is 0."""
     truncated: Flags
-    """[N]: the episode was cut, for example by a time limit, so that its value is bootstrapped."""
+    """[N]: whether the episode was cut off, for example by a time limit, so that its value is bootstrapped."""
     final_obs: Observation | None = None
     """[N, ...]: last observation of the episodes that ended in this step, before the reset; other rows are undefined.
     None if no episode ended."""
     valid: Flags | None = None
-    """[N]: False if no action was carried out: the step only reset the environment, or the environment waits for a
-    reset (`HeldEnv`), its agent does not act (a PufferEnv), or its process died (the episode is then truncated, too).
-    None: all are valid."""
+    """[N]: whether an action was executed. It was not if the step only reset the environment, the environment waits
+    for a reset (`HeldEnv`), its agent does not act (a PufferEnv), or its process died (then the episode is truncated,
+    too). None: all are valid."""
     success: Flags | None = None
-    """[N]: the task was solved in this step. None if the environment does not report it."""
+    """[N]: whether the task is solved in this step. None if the environment does not report it."""
     info_values: Mapping[str, Floats] | None = None
-    """Name -> [N]: recorded numbers from the infos of the episodes that ended in this step, else NaN. None if no
-    episode ended, or none are configured."""
+    """Name -> [N]: recorded numbers from the infos of the episodes that ended in this step; NaN for other environments.
+    None if no episode ended or no numbers are configured."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class EnvState:
 
     data: Saved
     left_out: tuple[str, ...] = ()
-    """What could not be saved, each with the reason. If not empty, resuming begins new episodes."""
+    """Descriptions of state that could not be saved, with reasons. If not empty, resuming begins new episodes."""
 
 
 class VectorEnv(Protocol):
@@ -114,18 +114,18 @@ class VectorEnv(Protocol):
     """The named arrays of an observation."""
     actions: ActionSpec
     spaces: Spaces
-    """Of the observations and actions of one environment."""
+    """The observation space and the action space of one environment."""
 
     def reset(self, seed: int) -> Observation:
         """Begin new episodes and return their observations [N, ...]. Equal seeds and actions give equal steps."""
         ...
 
     def step(self, actions: Array) -> EnvStep:
-        """Carry out one action per environment: [N, width], integers for discrete actions, else floats."""
+        """Execute one action per environment: [N, width], integers for discrete actions, otherwise floats."""
         ...
 
     def get_state(self) -> EnvState:
-        """Return the state from which `set_state` continues the episodes, also in another process."""
+        """Return the state from which `set_state` can continue the episodes, also in another process."""
         ...
 
     def set_state(self, data: Saved) -> None:
@@ -142,7 +142,7 @@ class VectorEnv(Protocol):
 
 
 class SteppedInGroups(Protocol):
-    """Environments of which groups step independently of each other."""
+    """Environments in groups that step independently of each other."""
 
     id: str
     num_envs: int
@@ -159,13 +159,13 @@ class SteppedInGroups(Protocol):
 
 
 class PolicyArrays(NamedTuple):
-    """A perceptron and its head as contiguous arrays of float32, for code that is compiled.
+    """A perceptron and its head as contiguous float32 arrays, for compiled code.
 
-    It acts on (observation - shift) * scale, within -clip to clip.
+    The perceptron's input is (observation - shift) * scale, clipped to [-clip, clip].
     """
 
     activation: str | None
-    """Between the layers: ``tanh``, ``relu`` or ``elu``."""
+    """Nonlinearity between the layers: ``tanh``, ``relu`` or ``elu``."""
     weights: tuple[Floats, ...]
     """[in, out] of each layer."""
     biases: tuple[Floats, ...]
@@ -173,36 +173,36 @@ class PolicyArrays(NamedTuple):
     shift: Floats
     scale: Floats
     clip: Floats
-    """[O]: bound of each number that is normalised."""
+    """[O]: bound of the absolute value of each normalised input."""
     std: Floats
-    """[D]: an action is the output plus std * noise. Empty: it is the index of the largest output plus noise."""
+    """[D]: an action is the output plus std * noise. Empty: an action is the argmax of outputs plus noise."""
 
 
 class RolloutRows(NamedTuple):
-    """What a rollout of T steps writes; views of the collector's buffers."""
+    """Arrays that a rollout of T steps fills; views of the collector's buffers."""
 
     obs: Floats
-    """[N, T + 1, O]: [:, 0] is given; after an end, the first observation of the next episode."""
+    """[N, T + 1, O]: [:, 0] is an input; after the end of an episode, the first observation of the next one."""
     actions: Array
-    """[N, T, D]: as the policy chose them, not cut to bounds; int64 for choices."""
+    """[N, T, D]: actions as the policy chose them, not clipped to bounds; int64 for discrete actions."""
     rewards: Floats
-    """[N, T], as `terminated` and `truncated` are."""
+    """[N, T], like `terminated` and `truncated`."""
     terminated: Flags
     truncated: Flags
     last_obs: Floats
-    """[N, T, O]: the last observation of an episode that ends in the step; other rows are not read."""
+    """[N, T, O]: the last observation of the episode that ends in a step; other entries are not read."""
 
 
 Rollout: TypeAlias = Callable[[PolicyArrays, Floats, RolloutRows], None]
-"""(policy; noise [T, N, outputs]; rows to write) carries out T steps of N environments in one call, up to rounding as T
-calls of `VectorEnv.step` do. Environments may have it as ``rollout``."""
+"""(policy; noise [T, N, outputs]; rows to fill) executes T steps of N environments in one call, equal to T calls of
+`VectorEnv.step` up to rounding. Environments may provide it as ``rollout``."""
 
 
 class Renders(Protocol):
     """Environments that can render the first one."""
 
     def render(self) -> NDArray[np.uint8]:
-        """Return a picture [H, W, 3] of the first environment."""
+        """Return an image [H, W, 3] of the first environment."""
         ...
 
 
@@ -221,12 +221,12 @@ class HeldEnv(Protocol):
         """Begin new episodes in some environments; return the observations of all, [N, ...].
 
         Args:
-            seeds: environment -> seed of its episode; None: its generator continues.
+            seeds: environment -> seed of its episode; None: the environment's generator continues.
         """
         ...
 
     def step(self, actions: Array) -> EnvStep:
-        """Carry out one action in each environment that is not waiting; the steps of waiting ones are not valid."""
+        """Execute one action in each environment that is not waiting; the steps of waiting ones are not valid."""
         ...
 
     def render(self) -> NDArray[np.uint8]: ...

@@ -1,4 +1,4 @@
-"""Spaces as JSON, so that a saved policy knows those of its environment."""
+"""Converts spaces to and from JSON, to save the spaces of its environment with a policy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tether.observations import Array
 from tether.types import JsonObject
 
 Spaces: TypeAlias = tuple[Space, Space]
-"""Of the observations and of the actions of one environment."""
+"""The observation space and the action space of one environment."""
 
 
 def spaces_as_json(pair: Spaces) -> JsonObject:
-    """Return both spaces as values of JSON."""
+    """Return both spaces as JSON values."""
     return dict(zip(("observation", "action"), map(_as_json, pair), strict=True))
 
 
@@ -65,7 +65,7 @@ def _from_json(saved: JsonObject) -> Space:
 
 
 def _bound(bound: Array) -> Raw:
-    """Return the numbers of a bound, one if all are equal; infinity, which JSON does not have, as a text."""
+    """Return the numbers of a bound, or a single one if all are equal; infinity, which JSON lacks, is a string."""
     if bound.size and (bound == bound.flat[0]).all():
         bound = bound.reshape(-1)[0]
     return _texts(bound.tolist())

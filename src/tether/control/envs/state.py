@@ -1,12 +1,12 @@
-"""Saving and restoring environments, so that a run resumes in the middle of their episodes.
+"""Saves and restores environments, so that a run resumes in the middle of their episodes.
 
-An environment consists of layers: wrappers, the environment itself, and the environments that these hold in attributes,
-at any depth. Objects that pickle the arguments of their constructor instead of their state (`EzPickle`) are layers too.
-A layer with `get_state()` and `set_state(state)` saves its own state. For any other layer, the attributes that have
-changed since it was made are pickled, and so are changed data of its class and module; unchanged data follow from the
-configuration and the code. Functions in a layer's attributes, or defined by its class or module, can have state too:
-closure variables, default arguments and attributes. A layer is saved completely or not at all; the attribute that
-cannot be pickled is reported.
+An environment consists of layers: wrappers, the environment itself, and the environments in their attributes, at any
+depth. Objects that pickle their constructor's arguments instead of their state (`EzPickle`) are layers, too. A layer
+with ``get_state()`` and ``set_state(state)`` saves its own state. For any other layer, the attributes that have changed
+since it was made are pickled, together with changed data of its class and module; unchanged data follow from
+configuration and code. Functions in a layer's attributes, or defined by its class or module, can have state, too:
+closure variables, default arguments and attributes. A layer is saved completely or not at all; an attribute that cannot
+be pickled is reported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MEBIBYTE = 2**20
 LIMIT = 16 * MEBIBYTE
 """Maximum bytes of state per environment; larger states are not saved, because every checkpoint would contain them."""
 ATOMS = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, type, FunctionType, MethodType)
-"""Types of values that Python may share although the program does not."""
+"""Types whose equal values Python may represent by one object, although the program does not share them."""
 CODE = (type, ModuleType, FunctionType, BuiltinFunctionType)
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
 """Types of immutable default arguments."""
@@ -48,15 +48,15 @@ MOVED = {
     "tether.envs.vectorization": "tether.control.envs",
     "tether.envs": "tether.control.envs",
 }
-"""Modules under the names that checkpoints of the release before hold -> their names now."""
+"""Module names in checkpoints of the previous release -> their current names."""
 
 Key = tuple[int, str | None]
-"""(index of the owner, attribute), or (index, None) for the owner itself."""
+"""(index of an owner, attribute), or (index, None) for the owner itself."""
 
 
 @dataclass(frozen=True)
 class _Owner:
-    """An object with state: a layer, its class, its module, or a function with data of its own."""
+    """An object with state: a layer, its class, its module, or a function with data."""
 
     name: str
     obj: Any
@@ -133,7 +133,7 @@ class EnvKeeper:
                 own_states[i] = owner.obj.get_state()
         saved = {key: values[key] for key in changed}
         names = [owner.name for owner in self._owners]
-        # Objects made with the environment exist in the resumed process too, so that a key can refer to them.
+        # Objects that were made with the environment also exist in the resumed process, so a key can refer to them.
         made = {i: key for i, key in refs.items() if key[1] is None or (key in self._made and key not in changed)}
         try:
             data = _pickled((names, own_states, saved), made)[0]
@@ -180,7 +180,7 @@ class EnvKeeper:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles shared objects as their keys."""
+    """Pickles shared objects as references by their keys."""
 
     def __init__(self, file: io.BytesIO, refs: dict[int, Key], top: int | None) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -206,7 +206,7 @@ class _Pickler(pickle.Pickler):
             raise pickle.PicklingError(
                 f"{obj.__qualname__} was made after the environment and has variables of its own"
             )
-        return f"{obj.__qualname__} {id(obj.__code__)}"  # in a fingerprint a function is its name: code is not state
+        return f"{obj.__qualname__} {id(obj.__code__)}"  # fingerprints have names of functions: code is not state
 
     def _check_memory(self, array: Array) -> None:
         """Refuse views, which unpickling would turn into separate arrays."""
@@ -233,7 +233,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _current_name(name: str) -> str:
-    """Return the name now of a module that a checkpoint may know by an older one."""
+    """Return the current name of a module, which may have its older name in a checkpoint."""
     for old, new in MOVED.items():
         if name == old or name.startswith(f"{old}."):
             return new + name.removeprefix(old)
@@ -241,15 +241,15 @@ def _current_name(name: str) -> str:
 
 
 def _owners(envs: Sequence[object]) -> list[_Owner]:
-    """Return the layers of all environments, their classes and modules, and the functions with data of their own.
+    """Return the layers of all environments, their classes and modules, and the functions with data, in this order.
 
-    Of the functions, those in layers come first. Each is followed by the functions in its own data.
+    Functions are in the order of `_functions`.
     """
     finder, shared = _Finder(), dict[type | ModuleType, None]()
     for env in envs:
         begin = len(finder.layers)
         finder.add_layers([env])
-        for layer in islice(finder.layers, begin, None):  # grows
+        for layer in islice(finder.layers, begin, None):  # the list grows meanwhile
             finder.look_into(layer)
             kinds = type(layer).__mro__[:-1]
             owners: list[type | ModuleType] = [*kinds, *filter(None, map(getmodule, kinds))]
@@ -266,9 +266,9 @@ def _owners(envs: Sequence[object]) -> list[_Owner]:
 
 
 def _functions(owners: Sequence[_Owner], finder: _Finder) -> list[_Owner]:
-    """Return the functions in layers, then those of classes and modules, each with those in its own data behind it.
+    """Return the functions in layers, then those of classes and modules; each is followed by the functions in its data.
 
-    The order is that of checkpoints, which refer to an owner by its index.
+    Checkpoints refer to an owner by its index, so the order must not change.
     """
     functions, stack = dict[int, _Owner](), list[FunctionType]()
     for in_layer in (True, False):
@@ -289,12 +289,12 @@ def _pickles_its_arguments(obj: object) -> bool:
 
 
 def _is_layer(obj: object) -> bool:
-    """Whether an object is saved by its attributes: an environment, or what pickle would not save."""
+    """Whether an object is saved by its attributes: an environment, or an object whose state pickle would not save."""
     return isinstance(obj, gymnasium.Env | gymnasium.vector.VectorEnv) or _pickles_its_arguments(obj)
 
 
 class _Finder:
-    """Finds layers and functions in values, as deep as pickle goes, and layers in the variables of functions."""
+    """Finds layers and functions in values, at any depth that pickle reaches, and layers in variables of functions."""
 
     def __init__(self) -> None:
         self.layers: list[object] = []
@@ -303,14 +303,14 @@ class _Finder:
         self._contents: dict[int, tuple[object, list[object]]] = {}
 
     def add_layers(self, values: Iterable[object]) -> None:
-        """Add those of the values that are layers themselves."""
+        """Add those values that are layers."""
         for value in values:
             if _is_layer(value) and id(value) not in self._known:
                 self._known.add(id(value))
                 self.layers.append(value)
 
     def look_into(self, layer: Any) -> None:
-        """Look through a layer's attributes; if it gives its state, only at the layer that it wraps."""
+        """Search a layer's attributes. If it saves its own state, add only the layer that it wraps."""
         if not _gives_state(layer):
             self._look_through(vars(layer).values())
         elif isinstance(layer, gymnasium.Wrapper | gymnasium.vector.VectorWrapper):
@@ -328,7 +328,7 @@ class _Finder:
                 self._look_through(each for each in contents if isinstance(each, FunctionType))
 
     def functions_in(self, values: Iterable[object]) -> Iterator[FunctionType]:
-        """Yield the functions in values, not those in their variables."""
+        """Yield the functions in values, but not those in the functions' variables."""
         for value in values:
             if isinstance(value, FunctionType):
                 yield value
@@ -336,12 +336,12 @@ class _Finder:
                 yield from (each for each in self._layers_and_functions(value) if isinstance(each, FunctionType))
 
     def _layers_and_functions(self, value: object) -> list[object]:
-        """Return the layers and functions in a value, but not what is inside of them."""
-        if id(value) not in self._contents:  # both passes look at the attributes of layers, and pickling is slow
+        """Return the layers and functions in a value, but not the contents of these."""
+        if id(value) not in self._contents:  # cached: both passes search layers, and pickling is slow
             contents = list[object]()
             with suppress(Exception):  # user classes may raise anything
                 _FindingPickler(contents).dump(value)
-            self._contents[id(value)] = value, contents  # the value is kept, so that its id stays its own
+            self._contents[id(value)] = value, contents  # stored with the value, whose id would otherwise be reused
         return self._contents[id(value)][1]
 
 
@@ -363,9 +363,9 @@ class _Nowhere(io.RawIOBase):
 
 
 def _defined_by(owner: type | ModuleType) -> Iterator[object]:
-    """Yield the functions of a class, including decorated ones, or those that a module defines itself.
+    """Yield the functions of a class, including decorated ones, or those that a module itself defines.
 
-    The standard library is excluded: it has caches in its functions.
+    The standard library is excluded, because its functions have caches.
     """
     module = owner.__module__ if isinstance(owner, type) else owner.__name__
     if module.partition(".")[0] in sys.stdlib_module_names:
@@ -394,7 +394,7 @@ def _cells(function: FunctionType) -> dict[str, CellType]:
 
 def _is_empty(cell: CellType) -> bool:
     try:
-        return cell.cell_contents is cell  # never
+        return cell.cell_contents is cell  # never true; raises if the cell is empty
     except ValueError:
         return True
 
@@ -419,7 +419,7 @@ def _set_variable(function: FunctionType, name: str, value: object) -> None:
 
 
 def _has_other_state(refs: Mapping[int, Key], function: FunctionType, seen: frozenset[int] = frozenset()) -> bool:
-    """Whether a function has data other than layers and functions that have a key."""
+    """Whether a function has data other than layers and functions with a key."""
     for value in _variables(function).values():
         if isinstance(value, FunctionType) and id(value) not in {*refs, *seen, id(function)}:
             if _has_other_state(refs, value, seen | {id(function)}):
@@ -436,7 +436,7 @@ def _is_data(value: object) -> bool:
 def _try_fingerprint(key: Key, value: object, refs: dict[int, Key]) -> tuple[int, set[Key]] | Exception:
     """Return a hash of a value and the shared objects in it, or the error if it cannot be pickled."""
     try:
-        if refs.get(id(value), key) != key:  # another name of the same object
+        if refs.get(id(value), key) != key:  # a second name of the same object
             return 0, {refs[id(value)]}
         data, mentioned = _pickled(value, refs, id(value))
     except Exception as error:  # noqa: BLE001 (user classes may raise anything)
@@ -452,7 +452,8 @@ def _pickled(value: object, refs: dict[int, Key], top: int | None = None) -> tup
 
 
 def _with_users(changed: set[Key], mentions: dict[Key, set[Key]]) -> set[Key]:
-    """Return the changed objects and those that refer to them: pickled together, they stay the same objects."""
+    """Return the changed objects and those that refer to them, which are pickled together so that references stay
+    shared."""
     while users := {key for key, referred in mentions.items() if key not in changed and referred & changed}:
         changed = changed | users
     return changed

@@ -32,9 +32,9 @@ MakeVector = Callable[[int], SyncVectorEnv]
 """Makes a loop over a number of environments."""
 
 PATIENCE = 1.0
-"""Seconds without an answer after which one process is watched alone."""
+"""Seconds without an answer after which `WorkerVectorEnv` waits for a single process, with its deadline."""
 CLOSE_TIMEOUT = 5.0
-"""Seconds that the worker processes get to end when the environments are closed."""
+"""Maximum seconds for the worker processes to end when the environments are closed."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class _Worker:
     rows: slice
     """Slice of the environments that the worker steps."""
     failure: str | None = None
-    """How the previous process of this worker ended."""
+    """Description of how the worker's previous process failed."""
 
 
 class WorkerVectorEnv:
@@ -55,8 +55,8 @@ class WorkerVectorEnv:
     Args:
         id: name of the environment in error messages.
         make: makes a loop over a number of environments, in the worker.
-        make_first: replaces `make` in the first worker, which reports errors in the environments; none is made in this
-            process.
+        make_first: replaces `make` in the first worker, which reports errors in the environments, because none is made
+            in this process.
         num_envs: total number of environments.
         num_workers: number of processes, at most one per environment.
         timeout: maximum seconds for a process to make, reset or step its environments.
@@ -125,11 +125,11 @@ class WorkerVectorEnv:
 
     @property
     def groups(self) -> list[slice]:
-        """The environments of each process, which `send_step` and `receive_steps` step independently of the others."""
+        """The environments of each process; `send_step` and `receive_steps` step them independently."""
         return [worker.rows for worker in self._workers]
 
     def send_step(self, group: int, actions: Array) -> None:
-        """Begin a step of one process's environments, with their actions."""
+        """Begin a step of a group, the environments of one process, with their actions."""
         worker = self._workers[group]
         check_finite(actions, self.id, worker.rows.start)
         self._send(worker, ("step", actions))
@@ -139,10 +139,10 @@ class WorkerVectorEnv:
 
         Args:
             stepping: indices of processes that have begun a step.
-            seconds: maximum time to wait for the first one; less than a millisecond is no wait.
+            seconds: maximum time to wait for the first one, rounded down to milliseconds.
         """
         poll, owners = select.poll(), dict[int, int]()
-        done = {group for group in stepping if not self._workers[group].process.descriptors}  # it has ended
+        done = {group for group in stepping if not self._workers[group].process.descriptors}  # the process has ended
         for group in stepping:
             for descriptor in self._workers[group].process.descriptors:
                 owners[descriptor] = group
@@ -150,7 +150,7 @@ class WorkerVectorEnv:
         wait = 0.0 if done else min(seconds, PATIENCE)
         done |= {owners[descriptor] for descriptor, _ in poll.poll(int(1000 * wait))}
         if not done and seconds > PATIENCE:
-            done = {next(iter(stepping))}  # `receive` watches its deadline, and signals
+            done = {next(iter(stepping))}  # `receive` checks the deadline of the process, and signals
         answers = [(group, self._result(group)) for group in sorted(done)]
         return [(group, self._stepped(group, answer)) for group, answer in answers]
 
@@ -162,8 +162,8 @@ class WorkerVectorEnv:
         return picture
 
     def get_state(self) -> EnvState:
-        # The state includes the global generators of each process. That of a dead process is left out, so that new
-        # episodes begin, which replaces it.
+        # The state includes the global generators of each process. The state of a dead process is left out, so that new
+        # episodes begin, for which the process is replaced.
         for worker in self._workers:
             self._send(worker, ("get_state", None))
         states, left_out = list[Saved](), dict[str, None]()
@@ -205,7 +205,7 @@ class WorkerVectorEnv:
         """Return the actions, observations and spaces that the first worker announces."""
         first = self._workers[0]
         with contextlib.suppress(ProcessEnded):
-            first.process.send(b"", self._timeout + CLOSE_TIMEOUT)  # the worker's own deadline is earlier
+            first.process.send(b"", self._timeout + CLOSE_TIMEOUT)  # the worker itself has an earlier deadline
         answer = self._result(0)
         if isinstance(answer, str):
             raise ValueError(f"{self.id}: the process of {self._names(first)}, making them, {answer}")
@@ -213,7 +213,7 @@ class WorkerVectorEnv:
         return announced
 
     def _start(self, rows: slice, make: MakeVector | None = None, *, announces: bool = False) -> _Worker:
-        # Each process has its own global generators, seeded from those of the run.
+        # The global generators of each process are seeded from those of the run.
         seed = random.getrandbits(32)
         count = rows.stop - rows.start
         serve = partial(
@@ -226,7 +226,7 @@ class WorkerVectorEnv:
             worker.process.send(pickle.dumps(request), self._timeout)
 
     def _receive(self, worker: _Worker) -> Any:
-        """Return a worker's answer, or a text that says how it failed."""
+        """Return a worker's answer, or a description of its failure."""
         try:
             return pickle.loads(worker.process.receive())
         except ProcessEnded as end:
@@ -236,7 +236,7 @@ class WorkerVectorEnv:
         """Return a worker's answer, as `_receive` does.
 
         Raises:
-            ValueError, RuntimeError: the error with which tether refused an environment in the worker.
+            ValueError, RuntimeError: tether refused an environment in the worker.
         """
         answer = self._receive(self._workers[index])
         if isinstance(answer, Exception):
@@ -257,7 +257,7 @@ class WorkerVectorEnv:
         return f"environments {self._first + worker.rows.start} to {self._first + worker.rows.stop - 1}"
 
     def _stepped(self, index: int, answer: EnvStep | str) -> EnvStep:
-        """Return the step of a process, or the step in which its episodes were lost."""
+        """Return the step of a process, or the result of `_lost` if it failed."""
         if isinstance(answer, str):
             return self._lost(index, answer)
         if answer.final_obs is not None and not self._holds:  # episodes ended, and the next ones have begun
@@ -265,7 +265,7 @@ class WorkerVectorEnv:
         return answer
 
     def _lost(self, index: int, how: str) -> EnvStep:
-        """Replace a process, and return the step in which its episodes were lost."""
+        """Replace a failed process, and return a step that truncates its episodes and is not valid."""
         self._replace(index, how)
         worker = self._workers[index]
         count = worker.rows.stop - worker.rows.start
@@ -298,7 +298,7 @@ def _joined(steps: list[EnvStep]) -> EnvStep:
             ]
             columns["info_values"] = {name: np.concatenate([value[name] for value in values]) for name in example}
             continue
-        if isinstance(example, dict):  # final_obs: its rows are undefined where no episode ended
+        if isinstance(example, dict):  # final_obs, whose rows are undefined where no episode ended
             columns[field.name] = _stacked([value or step.obs for step, value in zip(steps, values, strict=True)])
             continue
         columns[field.name] = np.concatenate(
@@ -316,9 +316,10 @@ def _stacked(observations: list[Observation]) -> Observation:
 
 
 def _serve(channel: Channel, make: MakeVector, count: int, timeout: float, seed: int, announces: bool) -> None:
-    """Answer the owner's requests until it closes the channel.
+    """Answer requests until the owner closes the channel; runs in a worker process.
 
-    A worker that announces its environments first sends their spaces, or the error with which tether refuses them.
+    With `announces`, the worker first sends the spaces of its environments, or the error with which tether refuses
+    them.
     """
 
     def answer(what: object) -> None:
@@ -335,7 +336,7 @@ def _serve(channel: Channel, make: MakeVector, count: int, timeout: float, seed:
         env = make(count)
     except Exception as error:
         if channel.receive() is None:
-            return  # the first worker failed, too, and its error is reported: this one needs no traceback
+            return  # the first worker failed, too, and reports the error, so no traceback is needed here
         if announces and refuse(error):
             return
         answer(f"raised {type(error).__name__}: {error}")

@@ -1,3 +1,3 @@
-"""Advantages, losses and gradients of control policies, and the parts of the training loop that only simulators
-have.
+"""Advantages, losses and gradients of control policies, and the components of the training loop that are specific to
+simulators.
 """

@@ -1,7 +1,7 @@
-"""From the rewards of a rollout to its advantages, and the selection of decisions for the update.
+"""Computes advantages from the rewards of a rollout, and selects the decisions for the update.
 
-A batch has M rows of T steps. At ``chunk_level`` the K steps of a chunk count as one, with the sum of their rewards, so
-that a row has R = C rewards instead of R = T.
+A batch has M rows of T steps. At ``chunk_level`` the K steps of a chunk count as one step, with the sum of their
+rewards, so that a row has R = C rewards instead of R = T.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tether.types import StateDict
 
 
 class RelativeRewards:
-    """Replaces each reward with its change since the previous step; the first of an episode remains.
+    """Replaces each reward with its change since the previous step; the first reward of an episode stays as it is.
 
     Args:
         num_envs: number of environments N.
@@ -54,7 +54,7 @@ class RelativeRewards:
             self._last = state["last"]
 
     def __call__(self, rewards: Tensor, starts: Tensor, ended: Tensor, valid: Tensor) -> Tensor:
-        """Return the changes of the next rewards [N, T]; the arguments are those of `RewardScaler`."""
+        """Return the changes of the next rewards [N, T]; arguments as for `RewardScaler`."""
         previous = torch.where(valid & ~ended, rewards, 0.0)  # 0 after an end, and after steps that were not executed
         last = torch.where(starts, 0.0, self._last)
         before = torch.cat([last[:, None], previous[:, :-1]], dim=1)
@@ -63,7 +63,7 @@ class RelativeRewards:
 
 
 class RewardScaler:
-    """Divides rewards by the running standard deviation of the discounted return so far in an episode; clips them."""
+    """Divides rewards by the running standard deviation of the discounted return of an episode so far; clips them."""
 
     def __init__(self, num_envs: int, gamma: float, clip: float) -> None:
         self._gamma, self._clip = gamma, clip
@@ -100,7 +100,7 @@ class EnvRewards:
 
     Args:
         num_envs: number of environments N.
-        coef: factor of every reward.
+        coef: factor that multiplies every reward.
         relative: whether to replace rewards with their changes.
         scaler: scales the rewards.
     """
@@ -118,7 +118,7 @@ class EnvRewards:
         return cls(num_envs, coef=train.reward_coef, relative=train.use_rel_reward, scaler=scaler)
 
     def apply(self, batch: EnvBatch) -> dict[str, float]:
-        """Set `token_level_rewards` from `token_level_scores`, without metrics."""
+        """Set `token_level_rewards` from `token_level_scores`; return no metrics."""
         rewards, ended = batch.token_level_scores * self._coef, batch.terminated | batch.truncated
         transformed = []
         for first in range(0, len(rewards), self._num_envs):
@@ -136,7 +136,7 @@ class EnvRewards:
         return {name: transform.state_dict() for name, transform in transforms.items() if transform is not None}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load what `state_dict` returned; a transformation that is new has no state."""
+        """Load what `state_dict` returned; a newly configured transformation starts without state."""
         if self._relative and "relative" in state:
             self._relative.load_state_dict(state["relative"])
         if self._scaler and "scaler" in state:
@@ -156,7 +156,7 @@ class _Steps:
     ended: Tensor
     valid: Tensor
     final_at: tuple[Tensor, Tensor]
-    """The rows and steps that are bootstrapped."""
+    """Indices of the rows and steps that are bootstrapped."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class ControlAdvantages:
     group_size: int = 1
     """The number of adjacent rows that begin in the same state."""
     reward_bounds: tuple[float, float] | None = None
-    """Bounds of a group's mean episode reward, outside of which the group is not used."""
+    """Bounds of a group's mean episode reward; groups outside of them are not used."""
     reward_level: Literal["action_level", "chunk_level"] = "action_level"
 
     @classmethod
@@ -216,7 +216,7 @@ class ControlAdvantages:
     def _learned_steps(self, batch: EnvBatch) -> tuple[Tensor, dict[str, float]]:
         """Return the mask [M, T] of the steps to learn from, and metrics of the groups of rows."""
         valid, lost = batch.valid, batch.truncated & ~batch.valid
-        if self.estimator != CRITIC:  # an episode whose process was lost has no score
+        if self.estimator != CRITIC:  # an episode that was lost with its process has no score
             valid = valid & ~lost.any(dim=1, keepdim=True)
         elif batch.chunk > 1:  # an incomplete chunk has no next state to evaluate
             valid = valid & ~per_column(lost.unflatten(1, (-1, batch.chunk)).any(dim=-1), lost.shape[1])
@@ -252,7 +252,7 @@ class ControlAdvantages:
             uid = torch.arange(len(steps.rewards)) // self.group_size
             estimator = ADVANTAGE_ESTIMATORS[self.estimator]
             return None, estimator(steps.rewards, steps.valid, uid=uid, gamma=self.gamma, **self.estimator_options)
-        # The observation of a chunk gives the values before each of its actions, so that flattening puts them in order.
+        # The critic predicts one value per action of a chunk, so flattening puts the values in the order of time.
         values = filled(batch.values).flatten(1)[:, : count + 1]
         next_values = values[:, 1:].clone()
         next_values[steps.terminated] = 0.0
@@ -267,7 +267,7 @@ class ControlAdvantages:
 
 @dataclass(frozen=True)
 class LearnedDecisions:
-    """Selects the decisions to learn from, as rows, or as sequences for a policy with a memory."""
+    """Selects the decisions to learn from, as rows, or as sequences for a recurrent policy."""
 
     has_memory: bool = False
     episode_length: float | None = None
@@ -286,7 +286,7 @@ class LearnedDecisions:
 
     @torch.no_grad()
     def __call__(self, batch: EnvBatch, step: int) -> tuple[Samples, dict[str, float]]:
-        """Return the samples of a batch with advantages, and no metrics, as a `tether.loop.loop.SelectRows`."""
+        """Return the samples of a batch that has advantages, and no metrics, as a `tether.loop.loop.SelectRows`."""
         mask, log_probs, advantages = filled(batch.response_mask), filled(batch.old_log_probs), filled(batch.advantages)
         learned = mask[:, :: batch.chunk]
         values = None
@@ -320,8 +320,8 @@ class LearnedDecisions:
         )
 
     def _episode_weights(self, valid: Tensor, learned: Tensor) -> Tensor:
-        """Return the weight [M, C, 1] of each decision: `episode_length` over the steps of its episode, the row."""
-        # RLinf's mean is over all decisions, while the loss is over executed ones; the weight includes their share.
+        """Return the weight [M, C, 1] of each decision: `episode_length` divided by the steps of its row's episode."""
+        # RLinf averages over all decisions, this loss over the executed ones; the weight corrects for their share.
         assert self.episode_length is not None
         weights = episode_weights(valid.sum(dim=1), self.episode_length) * learned.float().mean()
         return weights[:, None, None].expand(*learned.shape, 1)

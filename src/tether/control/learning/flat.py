@@ -1,9 +1,8 @@
-"""The engine of control policies whose gradients are computed in closed form, as a
-`tether.loop.engine.Engine`.
+"""The `tether.loop.engine.Engine` of control policies, with gradients in closed form.
 
-For a small network on a CPU most of the time of an update is bookkeeping, so gradients are closed forms
+For a small network on a CPU, most of the time of an update is overhead. So gradients are computed in closed form
 (`tether.control.policies`, `tether.control.learning.losses`), and AdamW works on one flat buffer of all parameters,
-with a handful of kernels per step. Actor and critic are updated together: they may share layers.
+with a handful of kernels per step. Actor and critic are updated together, because they may share layers.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ from tether.types import StateDict
 class FlatParameters:
     """Moves all parameters into one vector and their gradients into another, and makes them views of these.
 
-    Parameters that compute in a narrower format stay apart: they are rounded from the vector after each update, and a
-    gradient of theirs is added to its part of the other vector as soon as it is complete, so that micro-batches
+    Parameters that compute in a narrower format have separate memory: after each update they are rounded from the
+    vector, and each of their gradients is added to the gradient vector as soon as it is complete, so that micro-batches
     accumulate in float32.
 
     Args:
-        groups: the trained parameters.
-        narrow: the parameters that compute in another format, trained or not.
-        dtype: that format.
+        groups: groups of the trained parameters.
+        narrow: parameters that compute in a narrower format, trained or not.
+        dtype: the narrower format.
     """
 
     def __init__(
@@ -86,18 +85,18 @@ class FlatParameters:
         self.slices = [slice(start, stop) for start, stop in pairwise(bounds)]
 
     def begin_gradients(self) -> None:
-        """Set the gradients to zero where no backward pass does it itself."""
+        """Set the gradients to zero if they are accumulated; otherwise the backward pass overwrites them."""
         if self._masters:
             self.grads.zero_()
 
     def finish_update(self) -> None:
-        """Round the parameters of a narrower format from the updated vector."""
+        """Copy the updated vector to the parameters of a narrower format, rounded."""
         for parameter, master in self._masters.items():
             parameter.data.copy_(master)
 
     @contextmanager
     def in_float32(self) -> Iterator[None]:
-        """Give all parameters their float32 values within the context, to save them."""
+        """Give all parameters their float32 values inside the context, for saving."""
         rounded = [(parameter, parameter.data) for parameter in self._narrow]
         for parameter, data in rounded:
             parameter.data = self._masters.get(parameter, data).float()
@@ -109,7 +108,7 @@ class FlatParameters:
 
 
 def _adding_to(total: Tensor) -> Callable[[Tensor], None]:
-    """Return a hook that adds a gradient to `total` and frees it; it must not refer to its own parameter."""
+    """Return a hook that adds a gradient to `total` and frees it; the hook holds no reference to its parameter."""
 
     def add(parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
@@ -133,7 +132,7 @@ class FlatAdamW:
         self._steps = 0
 
     def clip_(self, max_norm: float) -> float:
-        """Scale all gradients down to a norm of at most `max_norm`, and return the norm before."""
+        """Scale all gradients down to a norm of at most `max_norm`, and return their norm before scaling."""
         norm = float(torch.linalg.vector_norm(self.parameters.grads))
         if norm > max_norm:
             self.parameters.grads.mul_(max_norm / (norm + 1e-6))
@@ -162,7 +161,8 @@ class FlatAdamW:
         self._steps = int(state["steps"])
 
     def _spans(self, rates: Sequence[float]) -> list[tuple[Tensor, ...]]:
-        """Return values, first moments and denominators of each group, or of all together if their rates are equal."""
+        """Return values, first moments and denominators per group, or of all groups together if their rates are
+        equal."""
         vectors = self.parameters.values, self._first, self._denominator
         if len(set(rates)) == 1:
             return [vectors]
@@ -175,8 +175,8 @@ SMALLER = (
     "env.train.max_steps_per_rollout_epoch or policy.hidden_dim."
 )
 RATE_FACTOR, RATE_BOUND = 1.5, 100.0
-"""A learning rate that adapts to the KL changes by the first factor at a time, and stays within the second of the
-schedule."""
+"""A learning rate that adapts to the KL is multiplied or divided by the first number, and differs from the schedule by
+at most the second factor."""
 
 
 class FlatEngine:
@@ -186,7 +186,7 @@ class FlatEngine:
         policy: the actor and critic, whose parameters become views of one buffer.
         options: AdamW and its schedule, for everything except the critic.
         critic_lr: peak learning rate of the critic, which follows the same schedule.
-        incident_dir: folder for updates with a non-finite gradient.
+        incident_dir: folder for mini-batches with a non-finite gradient.
     """
 
     def __init__(
@@ -214,16 +214,16 @@ class FlatEngine:
         """Run a forward pass over a rollout, as `Engine.infer` describes.
 
         Raises:
-            ValueError: it does not fit into memory, even one decision at a time.
+            ValueError: the pass does not fit into memory, even one decision at a time.
         """
         rows = batch.actions.shape[:2].numel()
-        with deterministic_kernels():  # as in the update, so that the first ratio is 1
+        with deterministic_kernels():  # as in the update, so that ratios are 1 before its first step
             return self._within_memory(lambda: forward(self.policy, batch, None), rows)
 
     @torch.no_grad()
     def update(self, batch: Samples, loss: AnyLoss, plan: UpdatePlan, step: int) -> Updated[RolloutOutputs]:
-        """Update the policy as `Engine.update` describes; the metrics are those of the last epoch. An empty batch
-        changes nothing."""
+        """Update the policy as `Engine.update` describes; metrics are of the last epoch. An empty batch changes
+        nothing."""
         self.version += 1
         function = loss.function
         assert isinstance(function, ControlLoss)
@@ -231,7 +231,7 @@ class FlatEngine:
         outputs: list[Outputs] = []
         epochs = 0
         samples = batch = batch.to(self._device)
-        preallocated: dict[int, PreallocatedGradients | None] = {}  # by the rows of a mini-batch
+        preallocated: dict[int, PreallocatedGradients | None] = {}  # by number of rows
         while epochs < plan.epochs and len(samples):
             rates = self._rates(step)
             if plan.shuffle:
@@ -252,7 +252,7 @@ class FlatEngine:
             epochs += 1
             if plan.target_kl is not None and not function.critic_only and self._far(samples, function, plan):
                 break
-        if batch.observed is not None:  # only now, since the rollout was sampled and trained on without them
+        if batch.observed is not None:  # after the update, because sampling and training must use the same statistics
             self.policy.update_statistics(batch.observed.to(self._device))
         finite = [norm for norm in norms if math.isfinite(norm)]
         actor_rate, critic_rate = self._rates(step)
@@ -274,7 +274,7 @@ class FlatEngine:
             draws: creates the generator for losses that choose elements at random.
 
         Raises:
-            ValueError: it does not fit into memory, even one decision at a time.
+            ValueError: the mini-batch does not fit into memory, even one decision at a time.
         """
         rows = mini.old_log_probs.shape[:-1].numel()
         with deterministic_kernels():
@@ -310,7 +310,7 @@ class FlatEngine:
         return Outputs(log_probs, entropy, values, gradient.loss, self._norm_of_all(outputs_grad))
 
     def _preallocated(self, mini: Samples, loss: ControlLoss) -> PreallocatedGradients | None:
-        """Return what computes `gradients` of mini-batches like this one in less time, if there is such."""
+        """Return a faster implementation of `gradients` for mini-batches of this size; None if none applies."""
         return PreallocatedGradients.of(self.policy, loss, mini)
 
     def _within_memory(self, attempt: Callable[[], Result], rows: int) -> Result:
@@ -325,14 +325,14 @@ class FlatEngine:
         return values
 
     def _of_mine(self, rows: Samples, values: Tensor) -> Tensor:
-        """Reverse `_of_all`; a single row stays, since it is the same for all."""
+        """Select this engine's rows again, the inverse of `_of_all`; a single row that broadcasts stays as it is."""
         return values
 
     def _finish_gradients(self) -> None:
         """Reduce the gradients over all rows."""
 
     def _norm_of_all(self, matrix: Tensor) -> Tensor:
-        """Return the norm of a matrix with a row for each decision."""
+        """Return the norm of a matrix with one row per decision, over all rows."""
         return torch.linalg.vector_norm(matrix)
 
     def _keep_incident(self, step: int, loss: ControlLoss, mini: Samples, draws: Draws) -> None:
@@ -347,12 +347,12 @@ class FlatEngine:
             save_policy(self.policy, folder)
 
     def check_saving(self, folder: Path) -> None:
-        """Write the policy as `save` does, unless it is large; large policies are of published kinds."""
+        """Write the policy as `save` does, to see that it can be saved; large policies are not written."""
         if sum(value.nbytes for value in self.policy.parameters()) <= CHECKED_BYTES:
             self.save(folder)
 
     def state_dict(self) -> StateDict:
-        """Return the optimizer's state, the version and the adapted learning rate; the weights are the policy's."""
+        """Return the state of the optimizer, the version and the adapted learning rate, without the weights."""
         return self._optimizer.state_dict() | {"rate_factor": self._rate_factor, "version": self.version}
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -382,7 +382,8 @@ class FlatEngine:
         return [actor, actor * self._critic_lr / self._options.lr if self._options.lr else 0.0]
 
     def _far(self, samples: Samples, loss: ControlLoss, plan: UpdatePlan) -> bool:
-        """Return whether the KL from the sampling policy ends the epochs, or adapt the learning rate to it."""
+        """Return whether to stop the epochs because the KL from the sampling policy is too large. If the learning rate
+        adapts to the KL instead, adapt it."""
         assert plan.target_kl is not None
         kl, target = self._kl(samples, loss), plan.target_kl
         if not plan.leads_rate:
@@ -438,7 +439,7 @@ class SkippedControlMiniBatch:
 
 
 def within_policy_memory(policy: Policy, attempt: Callable[[], Result], rows: int) -> Result:
-    """Run an attempt with a policy, in smaller micro-batches if it does not fit into memory.
+    """Run a function of a policy, in smaller micro-batches if it does not fit into memory.
 
     Args:
         policy: the policy, whose `micro_batch` is lowered if needed.
@@ -446,7 +447,7 @@ def within_policy_memory(policy: Policy, attempt: Callable[[], Result], rows: in
         rows: decisions of a micro-batch if the policy has no limit.
 
     Raises:
-        ValueError: it does not fit, even one decision at a time.
+        ValueError: the function runs out of memory even with one decision at a time.
     """
 
     def try_with(limit: int | None) -> Result:

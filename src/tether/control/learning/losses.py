@@ -1,15 +1,16 @@
 """The samples of a control policy, their loss, and its gradient.
 
-S decisions are rows, each on the actions of a chunk. For a policy with a memory they form M sequences of C, one per
-column of the rollout, and the shape [S, ...] below is [M, C, ...]; the memory has which of them are trained on.
+S decisions are rows; each decision chooses the actions of a chunk. For a recurrent policy they form M sequences of C
+decisions, one per column of the rollout, and the shape [S, ...] below is [M, C, ...]; ``Memory.selected`` marks the
+decisions to train on.
 
 A chunk is K actions of D columns each, concatenated: columns [..., K * D]. It is trained at one of three levels, at
-which it has L numbers: K * D at ``token_level``, K at ``action_level``, 1 at ``chunk_level``. If an episode ended
-within a chunk, a mask [..., K] has the actions that were executed; the others are ignored. A mini-batch has B
+which it has L numbers: K * D at ``token_level``, K at ``action_level``, 1 at ``chunk_level``. If an episode ended in
+the middle of a chunk, a mask [..., K] marks the actions that were executed; the others are ignored. A mini-batch has B
 decisions, with V values each.
 
-The loss is a plain spec with the names and coefficients of `tether.algorithms`. Its gradients are closed forms, because
-the networks are so small that autograd costs more than they do. Each is the derivative of a function in
+The loss is a dataclass with the names and coefficients of `tether.algorithms`. Its gradients are computed in closed
+form, because autograd would take longer than these small networks themselves. Each is the derivative of a function in
 `tether.algorithms`, which is the definition: tests compare the two in float64. A loss without a closed form is
 differentiated by autograd.
 """
@@ -51,7 +52,7 @@ def sum_to_level(columns: Tensor, level: Level, chunk: int = 1, mask: Tensor | N
     """Sum columns [..., K * D] to a level, [..., L].
 
     Args:
-        columns: log-probabilities, or entropies.
+        columns: log-probabilities or entropies.
         level: the level of the result.
         chunk: K, actions per chunk.
         mask: [..., K]: actions that were executed; None means all.
@@ -66,21 +67,21 @@ def sum_to_level(columns: Tensor, level: Level, chunk: int = 1, mask: Tensor | N
 
 
 def to_columns(grad: Tensor, width: int, mask: Tensor | None = None) -> Tensor:
-    """Return the gradient of the columns [B, width] from that of `sum_to_level` [B, L]; [B, 1] if it is the same for
-    all."""
+    """Return the gradient of the columns [B, width] from the gradient of `sum_to_level`'s result [B, L]; [B, 1] if it
+    is the same for all columns."""
     if mask is not None:
         return torch.where(per_column(mask, width), per_column(grad, width), 0.0)
     return grad if grad.shape[1] == 1 else per_column(grad, width)
 
 
 def per_column(values: Tensor, width: int) -> Tensor:
-    """Repeat the number [..., L] of each action or chunk for each of its columns [..., width]."""
+    """Repeat the value of each action or chunk, [..., L], for each of its columns, [..., width]."""
     return values if values.shape[-1] == width else values.repeat_interleave(width // values.shape[-1], dim=-1)
 
 
 def mask_at(level: Level, mask: Tensor | None, width: int) -> Tensor | None:
-    """Return the mask [B, L] of `sum_to_level`'s result, or None if all are valid: every chunk has an executed
-    action."""
+    """Return the mask [B, L] of `sum_to_level`'s result, or None if all are valid, as at ``chunk_level``, where every
+    chunk has an executed action."""
     if mask is None or level == "chunk_level":
         return None
     return per_column(mask, width) if level == "token_level" else mask
@@ -98,22 +99,22 @@ class Samples:
     actions: Tensor
     """[S, K * D]"""
     old_log_probs: Tensor
-    """[S, L] log-probs under the policy at the start of the update."""
+    """[S, L]: log-probs under the policy before the update."""
     advantages: Tensor
     """[S, L]"""
     values: Tensor | None = None
-    """[S, V] values of the critic at sampling; None without a critic."""
+    """[S, V]: values of the critic before the update; None without a critic."""
     returns: Tensor | None = None
     """[S, V]"""
     mask: Tensor | None = None
     """[S, K]: which actions were executed, at least the first; None means all."""
     weights: Tensor | None = None
-    """[S, 1] weight of the row in the loss, if episodes have equal weights."""
+    """[S, 1]: weight of the row in the loss, if episodes have equal weights."""
     memory: Memory | None = None
     observed: TensorDict | None = None
-    """[N] observations that update the policy's statistics after the update; they belong to no row."""
+    """[N]: observations that update the policy's statistics after the update; not aligned with the rows."""
     rollout_log_probs: Tensor | None = None
-    """[S, L] log-probs under the policy that acted; None if that is the policy of `old_log_probs`."""
+    """[S, L]: log-probs under the policy that acted; None if it is the policy of `old_log_probs`."""
 
     def __len__(self) -> int:
         return len(self.obs)
@@ -126,7 +127,7 @@ class Samples:
 
     @property
     def response_mask(self) -> Tensor:
-        """Return [S, K]: which actions were executed."""
+        """Return the mask [S, K] of the actions that were executed."""
         return torch.ones(len(self), 1, dtype=torch.bool) if self.mask is None else self.mask
 
     def split(self, size: int) -> Iterator[Samples]:
@@ -138,14 +139,14 @@ class Samples:
             yield Samples(**dict(zip(columns, chunk, strict=True)), observed=self.observed)
 
     def decisions(self) -> Samples:
-        """Return the decisions to train on, one per row, also with a memory; the observations are unchanged."""
+        """Return the decisions to train on as rows, also for recurrent policies; observations are unchanged."""
         if self.memory is None:
             return self
         selected = self.memory.selected
         return replace(self.each(lambda column: column[selected], "obs", "memory"), memory=None)
 
     def each(self, change: Callable[[Tensor], Tensor], *but: str) -> Samples:
-        """Apply a function to each column except some; `observed` is unchanged."""
+        """Apply a function to all columns except those named in `but`; `observed` is unchanged."""
         changed: dict[str, Any] = {
             name: column.each(change) if isinstance(column, Memory) else change(column)
             for name, column in self._columns().items()
@@ -154,16 +155,16 @@ class Samples:
         return replace(self, **changed)
 
     def _columns(self) -> dict[str, Any]:
-        """Return the columns that there are, each with the same rows."""
+        """Return the columns that are not None, which all have the same rows."""
         declared = ((column.name, getattr(self, column.name)) for column in fields(self))
         return {name: column for name, column in declared if column is not None and name != "observed"}
 
 
 def dealt(samples: Samples, ranks: int) -> list[tuple[Samples, Observations]]:
-    """Distribute the observations over ranks, row by row in turn, and return each rank's samples and observations.
+    """Distribute the observations over ranks, round-robin by row, and return each rank's samples and observations.
 
-    Instead of its observation, each row of the samples has its index among the rank's observations, or -1 if it is on
-    another rank.
+    Instead of its observation, each row of the samples has the index of the observation among the rank's, or -1 if the
+    observation is on another rank.
     """
     owner = torch.arange(len(samples)) % ranks
     shards = []
@@ -176,13 +177,13 @@ def dealt(samples: Samples, ranks: int) -> list[tuple[Samples, Observations]]:
 def loss_weights(
     mode: str, loss: Tensor, mask: Tensor | None, episode_weights: Tensor | None, max_length: float | None
 ) -> Tensor | float:
-    """Return the weight of each element of a loss [B, L] in its mean over a mini-batch; the rows are its sequences.
+    """Return the weight of each element of a loss [B, L] in the aggregated loss; rows are treated as sequences.
 
-    It is the derivative of `tether.algorithms.aggregate_loss`, or of `masked_mean_ratio`, by its loss.
+    It is the derivative of `tether.algorithms.aggregate_loss`, or of `masked_mean_ratio`, with respect to the loss.
 
     Args:
         mode: the aggregation mode.
-        loss: a tensor of the shape of the loss.
+        loss: a tensor with the shape of the loss.
         mask: [B, L]: valid elements; None means all.
         episode_weights: [B, 1] weights for ``masked_mean_ratio``.
         max_length: the divisor of modes with ``-norm``.
@@ -204,7 +205,7 @@ def loss_weights(
 
 @dataclass(frozen=True)
 class RolloutOutputs:
-    """A policy's outputs for M rows of C decisions, on the CPU, which become the fields of `EnvBatch`."""
+    """A policy's outputs for M rows of C decisions, on the CPU, which are stored in `EnvBatch`."""
 
     log_probs: Tensor
     """[M, C, L]"""
@@ -246,18 +247,18 @@ CLIPS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
 
 def clip_ratios(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those options of a policy loss that `vanilla_gradient` has."""
+    """Return the options of a policy loss that are arguments of `vanilla_gradient`."""
     return {key: options[key] for key in CLIPS if key in options}
 
 
 @dataclass(frozen=True)
 class LossGradient:
-    """The gradient of the sum of the losses of all elements [B, L]."""
+    """The gradient of the sum of all elements of a loss [B, L]."""
 
     by_log_probs: Tensor
     """[B, L]"""
     loss: TokenLoss | None = None
-    """The losses, if they were computed for the gradient."""
+    """The loss of each element, if the gradient required it."""
 
 
 Draws = Callable[[], torch.Generator]
@@ -275,9 +276,10 @@ def vanilla_gradient(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float | None = 3.0,
 ) -> Numbers:
-    """Differentiate ``POLICY_LOSSES["vanilla"]`` by the log-probabilities, [B, L].
+    """Return the derivative [B, L] of ``POLICY_LOSSES["vanilla"]`` with respect to the log-probabilities.
 
-    With r = p / p_old the loss -A r has the derivative -A r; where a clip or the dual clip binds, it is a constant.
+    With r = p / p_old, the loss -A r has the derivative -A r. Where a clip or the dual clip binds, the loss is constant
+    and its derivative 0.
     """
     log_ratio = log_probs - old_log_probs
     ratio = exp(log_ratio.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))
@@ -293,10 +295,10 @@ def vanilla_gradient(
 def value_gradient(
     values: Numbers, old_values: Numbers, returns: Numbers, *, cliprange_value: float | None, huber_delta: float | None
 ) -> Numbers:
-    """Differentiate `tether.algorithms.value_loss` by the values, [B, 1].
+    """Return the derivative [B, 1] of `tether.algorithms.value_loss` with respect to the values.
 
-    The larger of the losses of V and of the clipped V counts; the clipped one has no derivative where the clip binds.
-    Both being functions of the distance |V - R| alone, the larger loss is that of the larger distance.
+    The loss is the larger one of V's and the clipped V's; the derivative of the latter is 0 where the clip binds.
+    Since both depend on the distance to R only, the maximum is the loss with the larger distance.
     """
     error = values - returns
     gradient = error if huber_delta is None else error.clip(-huber_delta, huber_delta)
@@ -314,7 +316,7 @@ def policy_gradient(
     Args:
         name: a key of ``POLICY_LOSSES``.
         options: keyword arguments of the loss.
-        selection: keyword arguments of ``TOKEN_SELECTIONS[name]``, if the loss treats some tokens differently.
+        selection: keyword arguments of ``TOKEN_SELECTIONS[name]``, for losses that treat selected tokens differently.
     """
     if name == "vanilla":
         clips = clip_ratios(options)
@@ -357,10 +359,10 @@ class Outputs:
     values: Tensor | None
     """[B, V]"""
     loss: TokenLoss | None
-    """The policy's loss, if its gradient needed it."""
+    """The policy's loss of each element, if its gradient required it."""
     policy_grad_norm: Tensor | None = None
-    """The norm of the gradient of the mean loss by the policy's outputs [B, outputs]; None if only the critic was
-    trained. The critic's gradient is not part of it, even if the two share layers."""
+    """Norm of the gradient of the mean loss with respect to the policy's outputs [B, outputs]; None if only the critic
+    was trained. It excludes the value loss, even if actor and critic share layers."""
 
 
 @dataclass(frozen=True)
@@ -371,11 +373,11 @@ class ControlLoss:
     options: Mapping[str, float | None] = field(default_factory=dict)
     """Keyword arguments of the policy loss, such as clip ratios."""
     selection: Mapping[str, float] = field(default_factory=dict)
-    """Keyword arguments of the selection of elements that some losses treat differently."""
+    """Keyword arguments of the token selection, for losses that treat selected elements differently."""
     aggregation: str = "token-mean"
-    """Aggregation of the policy's losses; the critic's are weighted in the same way under ``masked_mean_ratio``."""
+    """Aggregation of the policy loss; with ``masked_mean_ratio`` the value loss has the same weights."""
     max_length: float | None = None
-    """Divisor of modes with ``-norm``; None divides by the elements of a row."""
+    """Divisor of modes with ``-norm``; None: the number of elements of a row."""
     entropy_coeff: float = 0.0
     value_coeff: float = 1.0
     cliprange_value: float | None = None
@@ -389,7 +391,7 @@ class ControlLoss:
     def from_config(
         cls, actor: ActorConfig, critic: CriticConfig, algorithm: AlgorithmConfig, *, auto_reset: bool
     ) -> ControlLoss:
-        """Return the configured loss; `auto_reset` is whether episodes continue in the next rollout."""
+        """Return the configured loss; `auto_reset`: whether episodes continue in the next rollout."""
         return cls(
             name=actor.policy_loss.loss_mode,
             options=policy_loss_options(actor),
@@ -405,11 +407,11 @@ class ControlLoss:
         )
 
     def log_probs(self, columns: Tensor, mask: Tensor | None, chunk: int) -> Tensor:
-        """Return the log-probs [B, L] at the level of the loss, from those of the columns [B, K * D]."""
+        """Return the log-probs [B, L] at the level of the loss from the log-probs of columns [B, K * D]."""
         return sum_to_level(columns, self.logprob_level, chunk, mask)
 
     def token_loss(self, log_probs: Tensor, rows: Samples, width: int) -> TokenLoss:
-        """Return the policy's loss of each element; the arguments are those of `policy_gradient`."""
+        """Return the policy's loss of each element; arguments as for `policy_gradient`."""
         counted = mask_at(self.logprob_level, rows.mask, width)
         mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
         options = {"rollout_log_probs": rows.old_log_probs, **self._options(rows)}
@@ -420,7 +422,7 @@ class ControlLoss:
         return self.options if acted is None else {**self.options, "rollout_log_probs": acted}
 
     def policy_gradient(self, log_probs: Tensor, rows: Samples, width: int, draws: Draws) -> LossGradient:
-        """Return the gradient of the policy loss by the log-probs, weighted by the aggregation.
+        """Return the gradient of the aggregated policy loss with respect to the log-probs.
 
         Args:
             log_probs: log-probs [B, L].
@@ -434,7 +436,7 @@ class ControlLoss:
         return LossGradient(gradient.by_log_probs * self._weights(log_probs, rows, width), gradient.loss)
 
     def values_gradient(self, values: Tensor, rows: Samples) -> Tensor:
-        """Return the gradient of the loss by the values, [B, V]."""
+        """Return the gradient [B, V] of the loss with respect to the values."""
         assert rows.values is not None
         assert rows.returns is not None
         counted, weights = self._value_weights(values, rows)
@@ -446,8 +448,8 @@ class ControlLoss:
         return grad * weights
 
     def entropy_gradient(self, entropy: Tensor, mask: Tensor | None, chunk: int) -> Tensor:
-        """Return the gradient of the loss by the entropy of each column [B, K * D], or [1, 1] if it is the same for
-        all."""
+        """Return the gradient of the loss with respect to the entropy of each column, [B, K * D], or [1, 1] if it is
+        the same for all."""
         level, (rows, width), coeff = self.entropy_level, entropy.shape, self.entropy_coeff
         if mask is None:
             columns = {"token_level": width, "action_level": chunk, "chunk_level": 1}[level]
@@ -457,7 +459,7 @@ class ControlLoss:
         return per_column(mask, width).to(entropy.dtype) * (-coeff / elements)
 
     def metrics(self, rows: Samples, outputs: Sequence[Outputs], chunk: int, width: int) -> dict[str, float]:
-        """Return losses and statistics of all samples, each as of its mini-batch.
+        """Return losses and statistics of all samples, from the outputs before the optimizer step of each mini-batch.
 
         Args:
             rows: the samples, in the order of the outputs.
@@ -498,7 +500,7 @@ class ControlLoss:
         else:
             loss = self.token_loss(log_probs, rows, width)
         metrics = {name: float(metric) for name, metric in loss.metrics.items()}
-        norms = [  # root mean squares over the decisions of the gradient of each decision's loss
+        norms = [  # root mean square over decisions of the norm of the gradient of each decision's loss
             float(output.policy_grad_norm) * math.sqrt(len(output.log_probs))
             for output in outputs
             if output.policy_grad_norm is not None
@@ -510,7 +512,7 @@ class ControlLoss:
 
     def _value_weights(self, values: Tensor, rows: Samples) -> tuple[Tensor | None, Tensor | float]:
         """Return the mask of valid values [B, V] (None means all), and the weight of each in the loss."""
-        counted = None if values.shape[1] == 1 else rows.mask  # one before each action, or one for the chunk
+        counted = None if values.shape[1] == 1 else rows.mask  # a value per action, or one for the chunk
         mode = EPISODES_WEIGH_EQUALLY if self.aggregation == EPISODES_WEIGH_EQUALLY else "token-mean"
         return counted, loss_weights(mode, values, counted, rows.weights, None) * self.value_coeff
 
@@ -520,7 +522,7 @@ class ControlLoss:
 
 
 def aggregation_of(actor: ActorConfig, *, auto_reset: bool) -> str:
-    """Return the configured aggregation, else that which the loss requires or the usual one."""
+    """Return the configured aggregation; by default the one that the loss requires, or the usual one."""
     usual = "token-mean" if auto_reset else EPISODES_WEIGH_EQUALLY
     return actor.loss_agg_mode or REQUIRED_AGGREGATION.get(actor.policy_loss.loss_mode, usual)
 
@@ -531,6 +533,6 @@ def scale_factor(actor: ActorConfig) -> float | None:
 
 
 def loss_spec(loss: ControlLoss, forward: RolloutForward) -> LossSpec[Any, RolloutOutputs]:
-    """Return the loss for an engine that computes gradients from its spec, such as `FlatEngine`, and never calls it."""
+    """Return the loss for engines that compute gradients from its fields, such as `FlatEngine`, and never call it."""
     function: Any = loss
     return LossSpec(forward, function)

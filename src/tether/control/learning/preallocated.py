@@ -1,10 +1,10 @@
-"""Gradients of mini-batches of two small perceptrons, computed in memory that is allocated once.
+"""Gradients of two small perceptrons for mini-batches of a fixed size, in preallocated memory.
 
 With a few hundred rows, most of the time of `tether.control.learning.flat.FlatEngine.gradients` is the overhead of some
-eighty calls of PyTorch, each of which allocates its result. Here results are written into the same memory for every
-mini-batch, which stays in the cache, and small elementwise operations are NumPy's, whose calls take a third of the
-time. Matrix products, exponentials, sums and fused products are PyTorch's, and operations have the same order, so that
-all results have the same bits as those of `FlatEngine.gradients`, the definition.
+eighty calls of PyTorch, each of which allocates its result. Here every mini-batch writes its results into the same
+memory, which stays in the cache, and small elementwise operations use NumPy, whose calls take a third of the time.
+Matrix products, exponentials, sums and fused products use PyTorch, and operations have the same order, so that results
+are bitwise equal to those of `FlatEngine.gradients`, the reference.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tether.control.policies.mlp_policy import ControlPolicy, Policy
 from tether.control.policies.networks import HALF_LOG_2PI, CategoricalHead, FloatArray, GaussianHead, Mlp
 
 MOST_ROWS = 4096
-"""Mini-batches with more rows take their time in arithmetic."""
+"""Maximum number of rows. With more, arithmetic takes longer than the overhead of calls."""
 
 
 class ArrayOfTensor(NamedTuple):
-    """A tensor and an array of the same memory."""
+    """A tensor and an array that share memory."""
 
     tensor: Tensor
     array: FloatArray
@@ -82,7 +82,7 @@ class PreallocatedMlp:
 
 
 class PreallocatedCategorical:
-    """A `CategoricalHead` of one choice for `rows` rows; `mlp` has its logits and their gradient."""
+    """A `CategoricalHead` with one choice for `rows` rows; `mlp` stores the logits and their gradient."""
 
     def __init__(self, mlp: PreallocatedMlp, rows: int) -> None:
         self._mlp, logits = mlp, mlp.outputs.tensor
@@ -111,7 +111,7 @@ class PreallocatedCategorical:
 
 
 class PreallocatedGaussian:
-    """A `GaussianHead` for `rows` rows; `mlp` has its means and their gradient."""
+    """A `GaussianHead` for `rows` rows; `mlp` stores the means and their gradient."""
 
     def __init__(self, head: GaussianHead, mlp: PreallocatedMlp, rows: int) -> None:
         assert head.logstd.grad is not None
@@ -148,7 +148,7 @@ class PreallocatedGaussian:
 
 
 class PreallocatedGradients:
-    """Computes the gradients of mini-batches of a number of rows; see `of`.
+    """Computes the gradients of mini-batches with a fixed number of rows; see `of`.
 
     Args:
         policy: the policy, whose parameters have a ``grad``.
@@ -173,10 +173,10 @@ class PreallocatedGradients:
 
     @classmethod
     def of(cls, policy: Policy, loss: ControlLoss, mini: Samples) -> Self | None:
-        """Return an instance for mini-batches like this one; None where `FlatEngine.gradients` has to compute them.
+        """Return an instance for mini-batches of this size, or None if a requirement is not met.
 
-        Actor and critic must be perceptrons of their own with tanh, on a CPU; an action one choice or Gaussian numbers;
-        the loss the clipped one, with one number for each decision, of which all count.
+        Actor and critic must be separate perceptrons with tanh on a CPU. An action must be a single choice or Gaussian.
+        The loss must be ``vanilla``, with one unmasked log-probability per decision, and without weights of episodes.
         """
         if not isinstance(policy, ControlPolicy) or policy.critic is None or policy.micro_batch is not None:
             return None

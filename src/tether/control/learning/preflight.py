@@ -1,4 +1,4 @@
-"""The preflight of a control policy: observations and rewards of some steps in its environments."""
+"""The preflight of a control policy: checks observations, rewards and actions of some steps in its environments."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tether.observations import Array, Observation, ObsLayout
 from tether.runtime.global_rng import rng_state, set_rng_state
 
 ENVIRONMENTS, DECISIONS = 8, 32
-"""The number of environments that are created for the preflight, and the maximum number of decisions in each."""
+"""Number of environments that are created for the preflight, and maximum number of decisions in each."""
 LARGE = 100.0
 """Absolute value of an observation that is too large for a network without normalisation."""
 OVERFLOWS = 1e15
-"""Reward at which updates overflow float32: returns are a hundred times as large, and the loss squares them."""
+"""Reward above which updates overflow float32: returns are a hundred times as large, and the loss squares them."""
 CLIPPED_SHARE = 0.5
-"""Share of sampled actions outside the bounds from which on a warning is shown."""
+"""Share of action values outside the bounds at which a warning is shown."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ class StepSample:
 
 
 def sample_steps(make: Callable[[], VectorEnv], source: StartStates, rollouts: EnvRollouts) -> StepSample:
-    """Act with the untrained policy in separate environments, so that those of training do not change.
+    """Act with the untrained policy in separate environments, so that the training environments do not change.
 
     Args:
-        make: creates some environments like those of training.
+        make: creates a few environments with the options of the training environments.
         source: provides the start states.
         rollouts: rollouts that have not begun.
 
     Raises:
-        ValueError: an observation or a reward is not finite; names environment and step.
+        ValueError: an observation or a reward is not finite; the message names environment and step.
     """
     policy, chunk = rollouts.policy, rollouts.collector.chunk
     epochs, decisions, count = rollouts.collector.noise_shape
@@ -107,7 +107,7 @@ def _reads_pixels_as_numbers(policy: Policy) -> bool:
 
 
 def pixel_findings(layout: ObsLayout, obs: Observation) -> Iterator[Finding]:
-    """Pictures whose bytes a perceptron reads as large numbers."""
+    """Yield a finding for each image whose pixels a perceptron reads as large numbers."""
     for field in layout:
         if field.kind == "image" and (largest := int(obs[field.name].max(initial=0))) > LARGE:
             yield Finding(
@@ -118,7 +118,7 @@ def pixel_findings(layout: ObsLayout, obs: Observation) -> Iterator[Finding]:
 
 
 def step_findings(batch: EnvBatch) -> Iterator[Finding]:
-    """Yield findings about rewards that do not differ or are too large, and episodes of a single step."""
+    """Yield findings about rewards that are all 0 or too large, and about episodes that all end after one step."""
     rewards = batch.token_level_scores[batch.valid]
     if len(rewards) and not rewards.any():
         yield Finding(

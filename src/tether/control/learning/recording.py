@@ -1,8 +1,8 @@
-"""Records of the episodes of a step, for `tether view`; `tether.metrics.records` is the file.
+"""Records the episodes of a step for `tether view`; `tether.metrics.records` writes the file.
 
-A rollout has segments of episodes: what lies between two resets of an environment, or between a reset and the beginning
-or the end of the rollout. ``columns`` has a number for each segment, ``episodes`` the steps of a few: those with
-the highest, the lowest and the median return and one more, as many as the budget allows.
+A rollout consists of segments of episodes, which begin and end at a reset of the environment or at the boundaries of
+the rollout. ``columns`` has one number per segment. ``episodes`` has the steps of a few segments, as many as the budget
+allows: those with the highest, lowest and median return, and a random one.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tether.metrics.records import RecordFile, pack
 from tether.observations import TASK, Array, ObsLayout, ObsPart, decode_text
 
 MAX_NUMBERS = 64
-"""Largest number of entries of an observation that is recorded as numbers."""
+"""Maximum number of entries of an observation that is recorded as numbers."""
 MAX_COMPRESSION = 20
-"""Pictures that are larger than so many times the budget are not compressed to see whether they fit."""
+"""Compression factor beyond which images are not expected to fit the budget, so that compressing is not attempted."""
 FLOAT32_MAX = np.finfo(np.float32).max
 MAX_SEGMENTS = 4096
-"""Segments of a step in ``columns``; the first ones."""
+"""Maximum number of segments per step in ``columns``; later ones are dropped."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ class _Segments:
 
     @cached_property
     def _bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Row, first step and end of each segment."""
+        """Row, first step and end (exclusive) of each segment."""
         row, first, end = self._all_bounds
         carried_out = self._lengths > 0
         return row[carried_out], first[carried_out], end[carried_out]
 
     @cached_property
     def _all_bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Row, first step and end of each segment, including those in which an environment only waited."""
+        """Row, first step and end of each segment, including segments in which the environment only waited."""
         last = (self.batch.terminated | self.batch.truncated).numpy()
         last[:, -1] = True
         row, end = np.nonzero(last)
@@ -90,11 +90,11 @@ class _Segments:
 
     @cached_property
     def _lengths(self) -> NDArray[np.int64]:
-        """Number of steps that were carried out in each of `_all_bounds`."""
+        """Number of executed steps in each of `_all_bounds`."""
         return self._reduced(np.add, self.batch.valid.numpy().astype(np.int64))
 
     def _reduced(self, reduce: np.ufunc, values: Array) -> Array:
-        """Reduce values of steps, [M, T], to one of each of `_all_bounds`."""
+        """Reduce the values of steps, [M, T], to one value for each of `_all_bounds`."""
         row, first, _ = self._all_bounds
         reduced: Array = reduce.reduceat(values.ravel(), row * values.shape[1] + first)
         return reduced
@@ -106,7 +106,7 @@ class _Segments:
 
     @cached_property
     def columns(self) -> Mapping[str, NDArray[np.generic]]:
-        """What is known of each segment, by name."""
+        """Name -> value of each segment."""
         row, first, end = self._bounds
         batch, carried_out = self.batch, self._lengths > 0
         rewards = np.where(batch.valid.numpy(), batch.token_level_scores.numpy(), 0.0).astype(np.float64)
@@ -131,13 +131,13 @@ class _Segments:
 
     @property
     def _last_decision(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Row and index of the last decision of each segment; at its first step an environment may still wait."""
+        """Row and index of the last decision of each segment; at the first one the environment may still be waiting."""
         row, _, end = self._bounds
         return row, (end - 1) // self.batch.chunk
 
     @cached_property
     def tasks(self) -> tuple[list[str], NDArray[np.int32]] | None:
-        """The task descriptions, and the index of that of each segment; None if the environments have none."""
+        """The task descriptions, and the index of each segment's task; None if the environments have no tasks."""
         if not any(field.name == TASK for field in self.layout):
             return None
         codes = np.ascontiguousarray(self.batch.obs[TASK].numpy()[self._last_decision])
@@ -145,7 +145,7 @@ class _Segments:
         return [name.decode(errors="replace") for name in names], index.astype(np.int32)
 
     def chosen(self, step: int) -> Mapping[int, list[str]]:
-        """Return the segments to record step by step, each with the reasons."""
+        """Return the segments whose steps are recorded, each with the reasons for choosing it."""
         columns, reasons = self.columns, dict[int, list[str]]()
         complete = np.asarray(columns["from_start"]) & (
             np.asarray(columns["terminated"]) | np.asarray(columns["truncated"])
@@ -154,7 +154,7 @@ class _Segments:
         order = candidates[np.argsort(np.asarray(columns["return"])[candidates], kind="stable")]
         picks = {
             "best": order[-1], "worst": order[0], "median": order[len(order) // 2],
-            "random": candidates[step * 2654435761 % len(candidates)],  # Knuth's hash: another one in each step
+            "random": candidates[step * 2654435761 % len(candidates)],  # Knuth's hash: a different one in each step
         }  # fmt: skip
         for reason, segment in picks.items():
             if int(segment) < MAX_SEGMENTS:
@@ -162,9 +162,9 @@ class _Segments:
         return reasons
 
     def steps(self, segment: int, budget: int) -> tuple[dict[str, object], int]:
-        """Return the steps of a segment, and about how many bytes they take.
+        """Return the steps of a segment, and their approximate size in bytes.
 
-        Observations that do not fit into the budget are left out, and named.
+        Observations that do not fit into the budget are left out, and their names listed.
         """
         batch, chunk = self.batch, self.batch.chunk
         row, first, end = (int(bound[segment]) for bound in self._bounds)
@@ -193,7 +193,7 @@ class _Segments:
 
     @cached_property
     def _values(self) -> Mapping[str, NDArray[np.float32]]:
-        """What is known of each step or decision of each row, by name."""
+        """Name -> value of each step or decision of each row."""
         batch = self.batch
         known = {
             "rewards": batch.token_level_scores,
@@ -206,10 +206,11 @@ class _Segments:
         return {name: tensor.detach().float().cpu().numpy() for name, tensor in known.items() if tensor is not None}
 
     def _observed(self, field: ObsPart, row: int, first: int, end: int) -> Array:
-        """Return the observations before the decisions of a segment, and the last one of its episode if it is known."""
+        """Return the observations before the decisions of a segment, and the last one of its episode if it is
+        stored."""
         batch = self.batch
         shown: Array = batch.obs[field.name][row, first : end + 1].numpy()
-        if batch.starts[row, end]:  # what follows is the first observation of the next episode
+        if batch.starts[row, end]:  # obs[end] is the first observation of the next episode
             finals, steps = (at.numpy() for at in batch.final_at)
             found = np.flatnonzero((finals == row) & (steps == end * batch.chunk - 1))
             shown = shown[:-1]
@@ -219,5 +220,5 @@ class _Segments:
 
 
 def _by_step(values: NDArray[np.float32], steps: int) -> NDArray[np.float32]:
-    """Return values of decisions or of steps as values of steps."""
+    """Return one value per step, repeating values of decisions."""
     return values if len(values) == steps else np.repeat(values, steps // len(values))

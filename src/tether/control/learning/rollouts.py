@@ -1,4 +1,4 @@
-"""Rollouts of a control policy in environments, and its evaluation."""
+"""Rollouts and evaluations of a control policy in environments."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tether.observations import Array, Observation
 from tether.types import StateDict
 
 POLICY, ENVIRONMENTS = "actor", "environments.pkl"
-"""Folder of the policy, and file of the environments, in a checkpoint."""
+"""Folder of the policy and file of the environments in a checkpoint."""
 MIN_STEPS_OF_ENDS = 16
-"""Steps of a rollout from which on a warning is shown if each of them ends an episode."""
+"""Minimum number of steps of a rollout for a warning that every step ends an episode."""
 RANKS = "ranks"
-"""The key of the number of devices in the file of the environments."""
+"""Key of the number of devices in the file of the environments."""
 NOT_SAVED = (
     "the state of the environments cannot be saved completely: {}. New episodes therefore begin after each "
     "checkpoint; a run that a signal stops between two checkpoints, or whose environments keep state over "
@@ -41,19 +41,19 @@ NOT_SAVED = (
 )
 
 OpenVideo = Callable[[str], AbstractContextManager[Callable[[], None]]]
-"""Opens a video by name; the result is called at its start and after each step, until it is closed."""
+"""Opens a video by name. The function in the context is called at the start and after each step."""
 
 
 @dataclass(frozen=True)
 class ControlEvaluation:
-    """Evaluates a policy in its own environments."""
+    """Evaluates a policy in environments other than those of training."""
 
     env: VectorEnv
     num_episodes: int
     seed: int
     confidence: float
     open_video: OpenVideo | None = None
-    """Records the first environment; None records nothing."""
+    """Opens a video of the first environment; None: no videos."""
 
     def run(self, policy: Policy, name: str, progress: Callable[[int, int], None] | None = None) -> dict[str, float]:
         """Run episodes without noise and return their metrics.
@@ -80,11 +80,11 @@ class ControlEvaluation:
 
 @dataclass(frozen=True)
 class StartStates(Source[list[int]]):
-    """Provides the seeds of the start states of each rollout; a seed depends only on the step."""
+    """Provides the seeds of the start states of each rollout, which depend only on the step."""
 
     seed: int
     epochs: int
-    """The number of rollouts of a step."""
+    """Number of rollouts per step."""
     auto_reset: bool
     """Whether episodes continue in the next rollout; otherwise each rollout begins new ones."""
 
@@ -94,7 +94,7 @@ class StartStates(Source[list[int]]):
         return cls(train.seed, train.rollout_epoch, train.auto_reset)
 
     def next(self, step: int) -> list[int]:
-        """Return a seed for each rollout of the step that begins new episodes."""
+        """Return one seed for each rollout of the step, if rollouts begin new episodes."""
         if self.auto_reset:
             return []
         return [seed_of(self.seed, step, "start", epoch) for epoch in range(self.epochs)]
@@ -102,21 +102,21 @@ class StartStates(Source[list[int]]):
 
 @dataclass(kw_only=True)
 class EnvRollouts(Rollouts[Sequence[int], EnvBatch, None]):
-    """Acts in environments."""
+    """Collects rollouts of a policy in environments."""
 
     policy: Policy
     collector: EnvCollector
     evaluation: ControlEvaluation | None
     seed: int
-    """The seed of noise."""
+    """Seed of the noise of actions."""
     env_seed: int
-    """The seed of start states."""
+    """Seed of the start states."""
     warn: Callable[[str], None]
     """Shows a message to the user."""
     env_steps: int = 0
-    """The total number of steps of all environments."""
+    """Total number of steps of all environments so far."""
     finished: list[Episode] = field(default_factory=list)
-    """The episodes that ended since the last log."""
+    """Episodes that ended since metrics were last logged."""
     episodes_begin: bool = True
     """Whether new episodes begin before the next step."""
     version: int = 0
@@ -124,24 +124,24 @@ class EnvRollouts(Rollouts[Sequence[int], EnvBatch, None]):
     ranks: int = 1
     """The number of devices over which the environments are distributed."""
     transfers: Callable[[], dict[str, float]] = dict
-    """Returns metrics of the transfers of a step between them and this process."""
+    """Returns metrics of the transfers between devices and this process during a step."""
     trust_pickles: bool = False
-    """Whether the state of environments is loaded even from a checkpoint that others could have written."""
+    """Whether to load the state of environments even from a checkpoint that another user could have written."""
     lasting: Tensor | None = None
-    """[M]: whether an episode has lasted more than one step in each row of a rollout so far."""
+    """[M]: whether any episode so far in each row of the rollouts has lasted more than one step."""
     warned_of_resets: bool = False
     sampled_ahead: RolloutForward | None = None
-    """Computes the log-probs of actions if another policy learns from them meanwhile; each rollout then begins new
-    episodes, so that no state of the environments is saved. None: the policy that learns is the one that acts."""
+    """Computes the log-probs of actions in asynchronous sampling, where a copy of the policy acts. Each rollout then
+    begins new episodes, so that no state of the environments is saved. None: the policy that is trained acts."""
     evaluating: bool = False
-    """Whether an evaluation has begun and not ended; its environments may hang, so that their state is not saved."""
+    """Whether an evaluation is running; its environments may hang, so that their state is not saved."""
 
     @property
     def can_evaluate(self) -> bool:
         return self.evaluation is not None
 
     def begin(self, step: int) -> None:
-        """Begin episodes, unless those of a checkpoint continue, and warn about state that cannot be saved."""
+        """Begin new episodes, unless those of a checkpoint continue, and warn about state that cannot be saved."""
         if self.sampled_ahead:
             return
         if self.episodes_begin:
@@ -153,10 +153,10 @@ class EnvRollouts(Rollouts[Sequence[int], EnvBatch, None]):
     def collect(
         self, start_seeds: Sequence[int], step: int, time: Timer, progress: Progress
     ) -> Experience[EnvBatch, None]:
-        """Act for one rollout per epoch of the step.
+        """Collect the rollouts of a step, one per epoch.
 
         Raises:
-            ValueError: an observation or a reward is not finite; names environment and step.
+            ValueError: an observation or a reward is not finite; the message names environment and step.
         """
         waited, act = self.collector.env_seconds, self.policy.acting()
         with time("gen"):
@@ -172,7 +172,7 @@ class EnvRollouts(Rollouts[Sequence[int], EnvBatch, None]):
         return Experience(batch, None)
 
     def _reporting(self, act: Act, progress: Progress) -> Act:
-        """Return a policy that reports each decision, so that a run that ends need not wait for the whole rollout."""
+        """Return `act` with a progress report at each decision, where a run can be interrupted."""
         epochs, decisions, _ = self.collector.noise_shape
         total, done = epochs * decisions, count()
 
@@ -183,7 +183,7 @@ class EnvRollouts(Rollouts[Sequence[int], EnvBatch, None]):
         return act_and_report
 
     def _warn_of_missing_resets(self, batch: EnvBatch) -> None:
-        """Warn once if an environment ends in every step of a rollout and had longer episodes before."""
+        """Warn once if every step of an environment in a rollout ends an episode, although earlier ones were longer."""
         at_once = ((batch.terminated | batch.truncated) & batch.valid).all(dim=1)
         steps, env = batch.valid.shape[1], self.collector.env
         lasting = torch.zeros_like(at_once) if self.lasting is None else self.lasting
@@ -204,7 +204,7 @@ class EnvRollouts(Rollouts[Sequence[int], EnvBatch, None]):
         self.env_steps += steps
         self.finished += ended
         speed = {"perf/env_steps": float(self.env_steps), "perf/sps": steps / time.seconds["step"]}
-        # The score of this step only, for alarms.
+        # The score of this step alone, for alarms.
         score = {"env/return": fmean(episode.reward for episode in ended)} if ended else {}
         return speed | score | self.transfers() | time.metrics()
 
@@ -227,8 +227,8 @@ class EnvRollouts(Rollouts[Sequence[int], EnvBatch, None]):
         return result
 
     def checkpoint_extras(self, *, in_step: bool) -> CheckpointExtras:
-        # If the state of the environments is incomplete, new episodes begin after a checkpoint, both in the run that
-        # saves it and in one that resumes from it. After a failed step they always begin.
+        # If the state of the environments is incomplete, new episodes begin after the checkpoint, both in this run and
+        # in a run that resumes from it. After a failed step new episodes always begin.
         if self.sampled_ahead:
             return CheckpointExtras({"episodes_begin": False})
         envs = {} if in_step else self._env_states()
@@ -237,17 +237,17 @@ class EnvRollouts(Rollouts[Sequence[int], EnvBatch, None]):
         return CheckpointExtras({"episodes_begin": self.episodes_begin}, {ENVIRONMENTS: data})
 
     def checkpoint_saved(self, step: int) -> None:
-        """Begin new episodes if those of the checkpoint cannot continue."""
+        """Begin new episodes if the state of the current ones could not be saved."""
         if self.episodes_begin and not self.sampled_ahead:
             self._restart(step)
 
     def load_checkpoint(self, checkpoint: Path) -> None:
         """Load the state of the environments from a checkpoint.
 
-        Environments that differ from the saved ones begin new episodes, with a warning.
+        Environments that do not match the saved state begin new episodes, with a warning.
 
         Raises:
-            ValueError: another user could have written the state, and it is not configured as trusted.
+            ValueError: another user could have written the state, and the configuration does not trust it.
         """
         path = checkpoint / ENVIRONMENTS
         saved = pickle.loads(self._read_environments(path)) if path.is_file() else {}

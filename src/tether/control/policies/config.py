@@ -40,76 +40,76 @@ class PolicyConfig(Section):
     """`policy`: the control policy of an embodied run, and its critic."""
 
     model_type: Literal["mlp_policy", "cnn_policy"] | VlaType | FlowType | OwnNetwork = "mlp_policy"
-    """Perceptrons, a CNN, a transformer (VLA), a flow (lerobot's pi0, pi0.5), or your own FILE.py:NAME."""
+    """MLPs, a CNN, a transformer (VLA), a flow (lerobot's pi0 or pi0.5), or your own network as FILE.py:NAME."""
     cnn_type: Annotated[Literal["auto", "nature", "small"], CNN] = "auto"
-    """Nature-CNN, or a small one for pictures of a few cells; auto: by the size of the picture. (tether's own key.)"""
+    """CNN: Nature-CNN, or a small one for images of a few cells; auto: by the image size. (tether's own key.)"""
     features_extractor: Annotated[OwnNetwork | None, NETWORK] = None
-    """FILE.py:NAME, a module of yours in front of the hidden layers, in the place of a CNN. (tether's own key.)"""
+    """FILE.py:NAME of your own module before the hidden layers, which replaces the CNN. (tether's own key.)"""
     pixel_scale: Annotated[PositiveFloat, CNN] = 255.0
-    """Pixels are divided by this; for pictures whose bytes are numbers of things, the largest of these."""
+    """Pixels are divided by this. If pixels encode categories, as in MiniGrid, set it to the largest code."""
     hidden_dim: Positive = 256
     """Width of the hidden layers, or of the transformer."""
     num_layers: Positive = 3
-    """Hidden layers, or those of the transformer."""
+    """Number of hidden layers, or of the transformer's layers."""
     num_heads: Annotated[Positive, TRANSFORMER] = 4
-    """Attention heads of the transformer."""
+    """Number of attention heads of the transformer."""
     temperature: Annotated[PositiveFloat, TRANSFORMER] = 1.0
-    """Temperature of the softmax over action tokens, in acting and in learning."""
+    """Temperature of the softmax over action tokens, in sampling and in training."""
     dtype: Annotated[Literal["float32", "bfloat16"], NARROW] = "float32"
-    """Format of the transformer or CNN in training; the optimizer keeps float32 weights. (tether's own key.)"""
+    """Dtype of the transformer or CNN in training; the optimizer keeps float32 weights. (tether's own key.)"""
     unnorm_key: Annotated[Name | None, TRANSFORMER] = None
-    """Dataset whose statistics scale the actions of a published OpenVLA policy; null: its only one. (OpenVLA's key.)"""
+    """Dataset whose statistics scale a published OpenVLA policy's actions; null: its only one. (OpenVLA's key.)"""
     center_crop: Annotated[bool, TRANSFORMER] = False
-    """Show a published OpenVLA policy the middle of pictures only, as fine-tuned ones expect. (OpenVLA's key.)"""
+    """Crop images to their centre for a published OpenVLA policy, as fine-tuned ones expect. (OpenVLA's key.)"""
     num_steps: Annotated[Positive, FLOW] = 4
-    """Denoising steps of a flow. (RLinf's key, as are the next ones but the two last.)"""
+    """Number of denoising steps of a flow. (RLinf's key, as are the next six.)"""
     noise_method: Annotated[Literal["flow_sde", "flow_noise", "flow_cps"], FLOW] = "flow_sde"
-    """How a denoising step is made random: by the SDE of the flow, by learned noise, or keeping its share of noise."""
+    """How denoising steps sample: the flow's SDE, learned noise, or coefficient-preserving sampling (flow_cps)."""
     noise_level: Annotated[PositiveFloat, FIXED_NOISE] = 0.5
-    """Scale of the noise of flow_sde and flow_cps."""
+    """Noise scale of flow_sde and flow_cps."""
     noise_logvar_range: Annotated[Range, LEARNED_NOISE] = (0.08, 0.16)
-    """Least and largest standard deviation of flow_noise."""
+    """Minimum and maximum standard deviation of flow_noise."""
     joint_logprob: Annotated[bool, FLOW] = False
-    """Make all denoising steps random; else one, which is drawn for each decision."""
+    """Sample all denoising steps; false: one step, drawn for each decision, and the others are deterministic."""
     detach_critic_input: Annotated[bool, FLOW] = False
-    """Keep the gradient of the critic out of the network that it reads."""
+    """Stop the critic's gradient at its input, so that it does not train the network below it."""
     train_expert_only: Annotated[bool, FLOW] = False
-    """Leave the part that reads pictures and prompt as it is."""
+    """Freeze the vision-language model, which reads images and prompt."""
     relative_actions: Annotated[Count, FLOW] = 0
-    """Leading columns of an action that are generated relative to the same numbers of the observation. (tether's.)"""
+    """Number of leading action columns that are generated relative to the same columns of the state. (tether's.)"""
     discrete_state_input: Annotated[bool, ActsIf(".model_type", on=("pi05",), own_function=False)] = True
-    """Write the state into pi0.5's prompt; without, it does not see it. (openpi's key.)"""
+    """Write the state into pi0.5's prompt; false: the policy does not see the state. (openpi's key.)"""
     step_logprobs: Annotated[Literal["sum", "mean"], ActsIf(".joint_logprob", on=(True,))] = "sum"
-    """Log-prob of random steps: sum, the density of the chain; or RLinf's mean over start and steps. (tether's own.)"""
+    """Log-prob of a chain: the sum over its steps (its density), or RLinf's mean over start and steps. (tether's.)"""
     tokenizer_path: Annotated[str | None, FLOW] = None
-    """Folder of the tokenizer of a flow's prompts; null: beside the weights, or else bytes. (tether's own key.)"""
+    """Folder of a flow's tokenizer; null: that of published weights, or bytes for a new flow. (tether's own key.)"""
     max_prompt_length: Annotated[Positive | None, PROMPTED] = None
-    """Tokens of the prompt of a new flow (null: the longest, or 200) or of a published OpenVLA policy (null: 50)."""
+    """Prompt tokens of a new flow (null: those of the longest prompt, or 200) or of published OpenVLA (null: 50)."""
     lstm_dim: Annotated[Positive | None, NETWORK] = None
-    """Width of an LSTM after the hidden layers, which remembers an episode; null: no memory. (tether's own key.)"""
+    """Width of an LSTM after the hidden layers; null: no LSTM. (tether's own key.)"""
     activation: Annotated[Literal["tanh", "relu", "elu"], OWN_TOO] = "tanh"
     """Nonlinearity of the hidden layers."""
     share_critic: Annotated[bool, NETWORK] = False
-    """Let the critic be one more layer on the policy's hidden ones; else it has its own network."""
+    """Let the critic be a linear layer on the policy's features; false: it has its own network."""
     critic_hidden_dim: Annotated[Positive, Inherits(".hidden_dim"), NETWORK]
-    """Width of the critic's own hidden layers. (tether's own key.)"""
+    """Width of the hidden layers of a separate critic. (tether's own key.)"""
     critic_num_layers: Annotated[Positive, Inherits(".num_layers"), NETWORK]
-    """Hidden layers of the critic's own network. (tether's own key.)"""
+    """Number of hidden layers of a separate critic. (tether's own key.)"""
     init_logstd: Annotated[float, OWN_TOO] = -0.5
-    """Continuous actions: logarithm of the first standard deviation, a parameter that is the same in all states."""
+    """Initial log standard deviation of continuous actions, a parameter that does not depend on the state."""
     use_sde: Annotated[bool, NETWORK] = False
-    """Continuous actions: noise that is a function of the state, kept for a while (gSDE). (tether's own key.)"""
+    """Continuous actions: noise that is a function of the state, fixed for several decisions (gSDE). (tether's key.)"""
     sde_sample_freq: Annotated[OffOrEvery, ActsIf(".use_sde", on=(True,))] = -1
-    """Decisions after which a new function is drawn; -1: at each rollout. (tether's own key.)"""
+    """Number of decisions after which a new noise function is drawn; -1: once per rollout. (tether's own key.)"""
     num_action_chunks: Positive = 1
-    """Actions that are decided on at once and then carried out one after the other."""
+    """Number of actions that one decision chooses; they are executed one after the other."""
     normalize_observations: Annotated[bool, OWN_TOO] = False
-    """Bring observations to mean 0 and variance 1 by running statistics, which are part of the policy."""
+    """Normalise observations to mean 0 and variance 1 with running statistics, which are saved with the policy."""
     normalize_only: Annotated[Strings, ActsIf(".normalize_observations", on=(True,))] = ()
-    """Parts of a Dict observation that are normalised; empty: all. (tether's own key.)"""
+    """Entries of a Dict observation that are normalised; empty: all. (tether's own key.)"""
     clip_observations: Annotated[float, ActsIf(".normalize_observations", on=(True,))] = 10.0
-    """Normalised observations are cut at plus and minus this."""
+    """Normalised observations are clipped to plus and minus this."""
     normalize_rewards: bool = False
     """Divide rewards by the running standard deviation of the discounted return."""
     clip_rewards: Annotated[float, ActsIf(".normalize_rewards", on=(True,))] = 10.0
-    """Normalised rewards are cut at plus and minus this."""
+    """Normalised rewards are clipped to plus and minus this."""

@@ -1,4 +1,4 @@
-"""Rules of control policies with a CNN, an LSTM or a transformer."""
+"""Rules that the configuration of control policies with a CNN, an LSTM or a transformer must satisfy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tether.control.policies.config import FLOW_TYPES, VLA_TYPES
 
 
 def sequences_stay_whole(cfg: RunConfig) -> Problem | None:
-    """A policy with a memory learns from whole sequences, one for each environment of a rollout."""
+    """Batch sizes of a recurrent policy must be multiples of a sequence, the decisions of one environment."""
     if cfg.policy.lstm_dim is None:
         return None
     decisions = cfg.env.train.max_steps_per_rollout_epoch // cfg.policy.num_action_chunks
@@ -22,7 +22,7 @@ def sequences_stay_whole(cfg: RunConfig) -> Problem | None:
 
 
 def micro_batches_are_parts(cfg: RunConfig) -> Problem | None:
-    """A micro-batch is a part of a mini-batch."""
+    """A micro-batch must not be larger than a mini-batch."""
     actor = cfg.actor_rollout_ref.actor
     micro, mini, key = actor.ppo_micro_batch_size_per_gpu, actor.ppo_mini_batch_size, "ppo_micro_batch_size_per_gpu"
     if micro <= mini:
@@ -31,7 +31,7 @@ def micro_batches_are_parts(cfg: RunConfig) -> Problem | None:
 
 
 def heads_fit_width(cfg: RunConfig) -> Problem | None:
-    """The heads of a transformer divide its width into even widths, for rotary positions."""
+    """The heads of a transformer must have an even width, for rotary position embeddings."""
     policy = cfg.policy
     if policy.model_type in FLOW_TYPES and policy.hidden_dim % 16:
         what = f"{policy.hidden_dim} is not divided into even widths by the 8 heads of {policy.model_type}"
@@ -43,7 +43,7 @@ def heads_fit_width(cfg: RunConfig) -> Problem | None:
 
 
 def adapters_are_in_a_transformer(cfg: RunConfig) -> Problem | None:
-    """Only transformer policies support adapters."""
+    """Only vision-language-action policies support adapters."""
     rank = cfg.actor_rollout_ref.model.lora_rank
     if not rank or cfg.policy.model_type in VLA_TYPES:
         return None
@@ -52,7 +52,7 @@ def adapters_are_in_a_transformer(cfg: RunConfig) -> Problem | None:
 
 
 def one_reads_pictures(cfg: RunConfig) -> Problem | None:
-    """The user's features extractor replaces the CNN."""
+    """A user-defined features extractor replaces the CNN, so only one of them can be configured."""
     policy = cfg.policy
     if policy.features_extractor is None or policy.cnn_type == "auto":
         return None
@@ -61,7 +61,7 @@ def one_reads_pictures(cfg: RunConfig) -> Problem | None:
 
 
 def a_transformer_has_no_memory(cfg: RunConfig) -> Problem | None:
-    """Only perceptrons and CNNs support an LSTM."""
+    """Only MLPs and CNNs support an LSTM."""
     if cfg.policy.lstm_dim is None or cfg.policy.model_type not in (*VLA_TYPES, *FLOW_TYPES):
         return None
     what = f"{cfg.policy.lstm_dim} asks for a memory, which policy.model_type={cfg.policy.model_type} does not have"
@@ -69,7 +69,7 @@ def a_transformer_has_no_memory(cfg: RunConfig) -> Problem | None:
 
 
 def a_step_is_random(cfg: RunConfig) -> Problem | None:
-    """The last step of ``flow_cps`` has no noise."""
+    """At least one denoising step must have noise; the last step of ``flow_cps`` has none."""
     policy = cfg.policy
     if policy.model_type not in FLOW_TYPES or policy.noise_method != "flow_cps" or policy.num_steps > 1:
         return None
@@ -77,7 +77,7 @@ def a_step_is_random(cfg: RunConfig) -> Problem | None:
 
 
 def noise_has_a_range(cfg: RunConfig) -> Problem | None:
-    """The minimum of the range is at most its maximum."""
+    """The minimum of the noise range must not be above its maximum."""
     low, high = cfg.policy.noise_logvar_range
     if low <= high:
         return None

@@ -1,7 +1,7 @@
-"""Policies as files that act without torch and tether: NumPy's npz, and ONNX.
+"""Exports policies to files that can be run without torch and tether: NumPy's npz, and ONNX.
 
-Both contain everything between the observation of an environment and its action: the encoding of fields, normalisation,
-networks, the choice of the most likely action, and the bounds of the action space.
+Both contain everything from the observation of an environment to its action: encoding of fields, normalisation,
+networks, choice of the most likely action, and bounds of the action space.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from tether.runtime.install import pip_install
 from tether.types import JsonObject
 
 OPSET, IR_VERSION = 17, 8
-"""Versions of ONNX's operators and format, those of 2022, so that older runtimes read the file, too."""
+"""Versions of ONNX's operators and file format. They are of 2022, so that older runtimes can read the file."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A policy as arrays, and a description of what is done with them."""
+    """A policy as arrays, and a description of how actions are computed from them."""
 
     about: JsonObject
-    """What is not an array, as the guide on deployment describes it."""
+    """The description, in the format of the deployment guide."""
     arrays: Mapping[str, Array]
-    """Name -> weights and constants, as the guide on deployment describes them."""
+    """Name -> weights and constants, with the names of the deployment guide."""
     fields: Sequence[tuple[ObsPart, Space]]
     """The fields of an observation, and the space of each."""
     action_space: Space
@@ -168,7 +168,7 @@ def _dtype(space: Space) -> np.dtype[np.generic]:
 
 
 def _parts(codec: ActionCodec, columns: Sequence[int], name: str) -> Iterator[tuple[str, tuple[Space, Sequence[int]]]]:
-    """Yield the name of each space without parts, the space, and its columns of an action."""
+    """Yield the name of each space that is no Dict or Tuple, the space, and its columns of an action."""
     if not codec.parts:
         yield name, (codec.space, columns)
     for key, (inner, which) in codec.parts.items():
@@ -176,7 +176,7 @@ def _parts(codec: ActionCodec, columns: Sequence[int], name: str) -> Iterator[tu
 
 
 class _Graph:
-    """Adds the nodes of a policy to a graph of ONNX; values are known by their names."""
+    """Adds the nodes of a policy to an ONNX graph; values are referred to by name."""
 
     def __init__(self, exported: Exported, onnx: ModuleType) -> None:
         self._exported, self._onnx = exported, onnx
@@ -238,11 +238,11 @@ class _Graph:
             at_least = self._op("Max", action, self._constant(space.low))
             self._op("Min", at_least, self._constant(space.high), name=name)
         else:
-            start = np.asarray(getattr(space, "start", 0), _dtype(space))  # the actions of MultiBinary begin at 0
+            start = np.asarray(getattr(space, "start", 0), _dtype(space))  # MultiBinary begins at 0
             self._op("Add", action, self._constant(start), name=name)
 
     def _numbers(self, field: ObsPart, space: Space) -> str:
-        """Return the columns [N, width] of a field in the row of numbers."""
+        """Add the encoding of a field; return the name of its columns [N, width] in the flat row."""
         if field.kind == "image":
             last = self._op("Transpose", self._picture(field.name, space), perm=(0, 2, 3, 1))
             return self._op("Reshape", last, self._constant(np.array([0, field.width])))
@@ -265,7 +265,8 @@ class _Graph:
         return self._joined(columns)
 
     def _picture(self, name: str, space: Space) -> str:
-        """Return a picture as floats [N, channels, height, width], with frames before channels."""
+        """Add the conversion of an image to floats [N, channels, height, width], with stacked frames as channels;
+        return its name."""
         shape = space.shape or ()
         x = self._cast(name, np.dtype(np.float32))
         if len(shape) == 2:

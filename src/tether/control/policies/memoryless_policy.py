@@ -1,7 +1,7 @@
 """Base class of policies without recurrent state whose outputs depend on the recorded actions.
 
-It has the interface of `tether.control.policies.network_policy`, for large networks: passes without gradients are split
-into micro-batches.
+It has the interface of `tether.control.policies.network_policy`. It is for large networks: passes without gradients are
+split into micro-batches, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tether.types import JsonObject
 
 
 class MemorylessPolicy(nn.Module):
-    """A policy whose decisions are independent passes; actions [B, A] are in its recorded form.
+    """A policy that computes each decision independently; actions [B, A] are in the form in which it records them.
 
     A subclass sets `head`, and `critic` if it has one.
     """
@@ -36,12 +36,12 @@ class MemorylessPolicy(nn.Module):
     """There is no recurrent state."""
     normalizer = None
     spaces: JsonObject | None = None
-    """Spaces of the environment (`tether.control.envs.spaces`); None: not known."""
+    """Spaces of the environment (`tether.control.envs.spaces`); None: unknown."""
     spec: Any
-    """Shape of the policy, a dataclass."""
+    """Spec of the policy, a dataclass."""
     head: Any
     set_by_run: ClassVar[tuple[str, ...]] = ()
-    """Fields of the shape that may differ from the policy that a run starts from."""
+    """Fields of the spec that a run may set differently from its initial policy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class MemorylessPolicy(nn.Module):
 
     @abstractmethod
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return the trained parameters: those of the policy, and those of the value head."""
+        """Return the trained parameters of the policy, and of the value head."""
 
     def narrow_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that compute in bfloat16, while the optimizer updates float32 copies of them."""
@@ -62,7 +62,7 @@ class MemorylessPolicy(nn.Module):
 
     @abstractmethod
     def update_statistics(self, obs: ObservationBatch) -> None:
-        """Update the statistics of observations, of policies that have any."""
+        """Update the statistics of observations, if the policy has any."""
 
     @abstractmethod
     def forward(self, obs: Observations, actions: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -82,15 +82,15 @@ class MemorylessPolicy(nn.Module):
 
     @abstractmethod
     def inherited_fields(self) -> dict[str, object]:
-        """Return the fields of the shape that a run copies from the policy that it starts from."""
+        """Return the fields of the spec that a run copies from its initial policy."""
 
     @abstractmethod
     def plain_state(self) -> dict[str, Tensor]:
-        """Return the weights of the equivalent policy without adapters."""
+        """Return the weights with merged adapters."""
 
     @abstractmethod
     def load_plain(self, weights: dict[str, Tensor]) -> None:
-        """Load weights of `plain_state`; weights that are missing stay unchanged."""
+        """Load weights in the format of `plain_state`; missing ones stay unchanged."""
 
     @property
     def _rows(self) -> int:
@@ -146,12 +146,12 @@ class MemorylessPolicy(nn.Module):
 
         Args:
             passed: result of `run`.
-            outputs_grad: gradient of the loss with respect to the outputs, [B, outputs]; None: there is none.
+            outputs_grad: gradient of the loss with respect to the outputs, [B, outputs]; None: no gradient.
             values_grad: gradient with respect to the values, [B, V].
         """
         for group in self.parameter_groups():
             for parameter in group:
-                if parameter.grad is not None:  # those of a narrower format have none
+                if parameter.grad is not None:  # parameters of a narrower format have none
                     parameter.grad.zero_()
         backward_in_micro_batches(self, passed, outputs_grad, values_grad)
 

@@ -1,7 +1,7 @@
-"""The forward and backward pass of a policy over many decisions, in micro-batches.
+"""Forward and backward passes of a policy over many decisions, in micro-batches.
 
-With several micro-batches only the outputs are stored, and the backward pass repeats each forward pass. So what the
-losses compute from all outputs (denominators, selections among decisions) does not depend on the size of a micro-batch.
+With several micro-batches, only the outputs are stored, and the backward pass repeats each forward pass. The loss is
+computed from all outputs, so its denominators and selections of decisions do not depend on the micro-batch size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from tether.control.policies.spec import ForwardPass
 
 Forward = Callable[..., tuple[Tensor, Tensor | None]]
-"""A micro-batch -> outputs [b, outputs], and values [b, V] if there is a critic."""
+"""Maps the arguments of a micro-batch to outputs [b, outputs], and values [b, V] if there is a critic."""
 
 
 def forward_in_micro_batches(forward: Forward, micro_batches: Iterable[tuple[object, ...]]) -> ForwardPass:
@@ -31,12 +31,12 @@ def forward_in_micro_batches(forward: Forward, micro_batches: Iterable[tuple[obj
 def backward_in_micro_batches(
     forward: Forward, passed: ForwardPass, outputs_grad: Tensor | None, values_grad: Tensor | None
 ) -> None:
-    """Add the gradient through outputs and values to that of every parameter.
+    """Add the gradient of the loss, given that of outputs and values, to the ``grad`` of every parameter.
 
     Args:
         forward: the argument of `forward_in_micro_batches`.
         passed: its result.
-        outputs_grad: gradient of the loss with respect to the outputs, [B, outputs]; None: there is none.
+        outputs_grad: gradient of the loss with respect to the outputs, [B, outputs]; None: no gradient.
         values_grad: gradient with respect to the values, [B, V].
     """
     batches, results = passed.saved

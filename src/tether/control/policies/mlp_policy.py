@@ -1,4 +1,4 @@
-"""Control policies: an actor, a critic and the statistics of their observations."""
+"""MLP policies (an actor, a critic and statistics of observations); creates, saves and loads all control policies."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 SPEC_FILE, WEIGHTS_FILE = "policy.json", "policy.safetensors"
 SPACES = "spaces"
-"""Key of the spaces of the environment in the spec file, beside the fields of the spec."""
+"""Key of the environment's spaces in the spec file, along with the fields of the spec."""
 OTHER_VERSION = "Another version of tether wrote this file; train the policy again with this one"
 
 
 class ControlPolicy(nn.Module):
-    """Actor and critic as perceptrons over one normalised observation, with gradients by hand."""
+    """Actor and critic as perceptrons over one normalised observation, with gradients in closed form."""
 
     state_width = 0
     """There is no recurrent state."""
@@ -62,7 +62,7 @@ class ControlPolicy(nn.Module):
         return [*self.actor.parameters(), *self.head.parameters()], critic
 
     def inputs(self, obs: ObservationBatch) -> Tensor:
-        """Return the inputs of the networks for observations: a flat row [..., O], normalised."""
+        """Return the inputs of the networks for observations: normalised flat rows [..., O]."""
         row = self.row(obs)
         return row if self.normalizer is None else self.normalizer(row)
 
@@ -77,11 +77,11 @@ class ControlPolicy(nn.Module):
 
     @torch.no_grad()
     def act(self, obs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs [N, outputs] for `inputs` of N observations, and the state as it is."""
+        """Return outputs [N, outputs] for the `inputs` of N observations, and the state unchanged."""
         return self.actor(obs), state
 
     def in_numpy(self) -> Forward:
-        """Return the actor's outputs in NumPy, as `NetworkPolicy.in_numpy` does."""
+        """Return a function that computes the actor's outputs in NumPy, as `NetworkPolicy.in_numpy` does."""
         forward = self.actor.in_numpy()
         return lambda row, state: (forward(row), state)
 
@@ -92,8 +92,8 @@ class ControlPolicy(nn.Module):
         return self.critic(self.actor.activations(obs)[-2] if self.spec.share_critic else obs)
 
     def log_probs(self, obs: Tensor, actions: Tensor) -> Tensor:
-        """Return differentiable log-probabilities [B, K * D] of actions [B, K * D], given normalised observations [B,
-        O]."""
+        """Return differentiable log-probabilities [B, K * D] of actions [B, K * D] given normalised observations
+        [B, O]."""
         return self.head.evaluate(self.actor(obs), actions).log_probs
 
     @torch.no_grad()
@@ -120,7 +120,7 @@ class ControlPolicy(nn.Module):
         return hidden[-1], valued[-1] if valued else None
 
     def _activations(self, obs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the activations of the actor, and of the critic; empty without a critic."""
+        """Return the activations of the actor and of the critic (empty without a critic)."""
         hidden = self.actor.activations(obs)
         if self.critic is None:
             return hidden, []
@@ -202,7 +202,7 @@ def save_policy(policy: Policy, folder: Path) -> None:
 
 
 def load_policy(folder: Path) -> Policy:
-    """Load a policy of `save_policy`.
+    """Load a policy that `save_policy` wrote.
 
     Raises:
         ValueError: the folder has no policy, or the weights do not fit the spec.
@@ -233,7 +233,7 @@ def _load_weights(policy: Policy, file: Path) -> None:
 
 
 def _empty_policy(file: Path, saved: JsonObject) -> Policy:
-    """Return the policy of the fields in a spec file, before loading its weights."""
+    """Return a policy for the fields of a spec file, before its weights are loaded."""
     fields = {name: _as_tuple(value) for name, value in saved.items()}
     with reading(file, OTHER_VERSION):
         if "layout" not in fields and (fields.get("pictures") or "model_type" in fields):

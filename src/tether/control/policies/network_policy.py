@@ -1,11 +1,11 @@
-"""Control policies with gradients by autograd: with a CNN, masks, an LSTM, or state-dependent noise.
+"""Control policies with gradients by autograd: with a CNN, action masks, an LSTM, or state-dependent noise.
 
-Where `ControlPolicy` has two perceptrons, these have one torso each for actor and critic, or a shared one, with a
-linear layer on top.
+Instead of the two perceptrons of `ControlPolicy`, actor and critic have one torso each, or a shared one, with a linear
+layer on top.
 
-The state of a `torch.nn.LSTM` is the concatenation of output and cell, S = 2 H. PyTorch processes full sequences
-several times as fast as single steps, but cannot reset the state inside one. So sequences are split where an episode
-begins, and segments whose lengths differ by less than a factor of two are padded to one length and run together.
+The state of an LSTM is the concatenation of output and cell, S = 2 H. PyTorch processes full sequences several times as
+fast as single steps, but cannot reset the state inside a sequence. So sequences are split where episodes begin, and
+segments whose lengths differ by less than a factor of two are padded to one length and run together.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from tether.types import JsonObject
 
 @dataclass(frozen=True)
 class Convolution:
-    """One layer."""
+    """One convolutional layer."""
 
     channels: int
     kernel: int
@@ -65,16 +65,16 @@ CNNS: Mapping[str, tuple[Convolution, ...]] = {
     "nature": (Convolution(32, 8, 4), Convolution(64, 4, 2), Convolution(64, 3, 1)),
     "small": (Convolution(16, 3, 1, 1), Convolution(32, 3, 2, 1)),
 }
-"""Networks by name: "nature" of Mnih et al. 2015 (DQN); "small" for images of a few cells, each of which matters."""
+"""CNNs by name: "nature" (DQN, Mnih et al. 2015); "small" for images with few cells, each of which matters."""
 SMALLEST = {"nature": 36, "small": 1}
-"""Minimum height and width for each network."""
+"""Minimum height and width of images for each CNN."""
 
 
 class Cnn(nn.Module):
     """Computes features of an image.
 
     Args:
-        picture: channels, height and width of the image, at least `SMALLEST`.
+        picture: channels, height and width of the image; the latter two at least `SMALLEST`.
         kind: a name in `CNNS`.
         activation: a name in ``ACTIVATIONS``, applied after each layer.
         pixel_scale: pixels are divided by this.
@@ -110,9 +110,9 @@ class Cnn(nn.Module):
 
 
 def uniform_lstm(inputs: int, width: int, generator: torch.Generator) -> nn.LSTM:
-    """Return an LSTM whose weights and biases are initially uniform in ±width^-0.5, as in PyTorch.
+    """Return an LSTM whose initial weights and biases are uniform in ±width^-0.5, as in PyTorch.
 
-    In a maze with a cue it learns faster than with orthogonal weights and zero biases.
+    In a maze with a cue, this learns faster than orthogonal weights and zero biases.
     """
     lstm = nn.LSTM(inputs, width)
     for parameter in lstm.parameters():
@@ -121,7 +121,8 @@ def uniform_lstm(inputs: int, width: int, generator: torch.Generator) -> nn.LSTM
 
 
 def in_numpy(lstm: nn.LSTM) -> Callable[[FloatArray, FloatArray], FloatArray]:
-    """Return one step in NumPy with the current weights: (inputs [N, inputs], states [N, S]) -> next states.
+    """Return a function that computes one step in NumPy with the current weights: (inputs [N, inputs], states [N, S])
+    -> next states.
 
     With sigmoid(z) = (1 + tanh(z / 2)) / 2, one tanh serves all four gates.
     """
@@ -189,8 +190,8 @@ WITHOUT_GRADIENTS = 16
 
 
 class Torso(nn.Module):
-    """Computes features of observations with a CNN or a user-defined extractor, hidden layers and an LSTM, as in the
-    spec."""
+    """Computes features of observations with a CNN or a user-defined extractor, hidden layers and an LSTM, as the spec
+    configures them."""
 
     def __init__(self, spec: PolicySpec, generator: torch.Generator) -> None:
         super().__init__()
@@ -236,7 +237,8 @@ class Torso(nn.Module):
         return states[..., : self.width], states
 
     def in_numpy(self) -> Forward:
-        """Return `step` of single decisions [N, ...] in NumPy, with the current weights; not with a CNN."""
+        """Return a function that computes `step` for single decisions [N, ...] in NumPy with the current weights; not
+        available with a CNN."""
         layers = [(layer.get_parameter("weight"), layer.get_parameter("bias")) for layer in self.hidden]
         hidden = layers_in_numpy(layers, self._activation)
         if self.lstm is None:
@@ -259,7 +261,7 @@ class Torso(nn.Module):
 
 
 class NetworkPolicy(nn.Module):
-    """Actor and critic over images, or with recurrent state."""
+    """Actor and critic with torsos, which may have a CNN and recurrent state."""
 
     spaces: JsonObject | None = None
     """Spaces of the environment (`tether.control.envs.spaces`); None: not known."""
@@ -345,7 +347,8 @@ class NetworkPolicy(nn.Module):
         return Actor(self) if in_numpy else NetworkActor(self)
 
     def in_numpy(self) -> Forward:
-        """Return the actor's outputs and next states in NumPy, with the current weights; not for images."""
+        """Return a function that computes the actor's outputs and next states in NumPy with the current weights; not
+        available for images."""
         torso = self.torso.in_numpy()
         other = self.critic_torso.in_numpy() if self.critic_torso is not None and self.spec.lstm_dim else None
         weight, bias = as_array(self.actor.weight).T, as_array(self.actor.bias)
@@ -362,7 +365,7 @@ class NetworkPolicy(nn.Module):
 
     @torch.no_grad()
     def act(self, obs: Observations, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs [N, outputs] for `inputs` of N observations, and the next state, from the state [N, S]."""
+        """Return outputs [N, outputs] and the next states for the `inputs` of N observations and states [N, S]."""
         if self.spec.lstm_dim is None:
             return self._outputs(self.torso(obs, None, state), obs), state
         outputs, _, states = self.step(obs.unsqueeze(1), None, state)
@@ -384,7 +387,7 @@ class NetworkPolicy(nn.Module):
 
         Args:
             obs: normalised observations [B, ...]; with an LSTM [M, C, ...].
-            memory: with an LSTM, its other inputs; the result has the B decisions that it selects.
+            memory: with an LSTM, its other inputs; the result is for the B decisions that it selects.
             actions: the recorded actions, for policies whose outputs depend on them.
         """
         return forward_in_micro_batches(self.decide, self._micro_batches(obs, memory))
@@ -394,7 +397,7 @@ class NetworkPolicy(nn.Module):
 
         Args:
             passed: result of `run`.
-            outputs_grad: gradient of the loss with respect to the outputs, [B, outputs]; None: there is none.
+            outputs_grad: gradient of the loss with respect to the outputs, [B, outputs]; None: no gradient.
             values_grad: gradient with respect to the values, [B, V].
         """
         for network in self.networks():
@@ -418,7 +421,7 @@ class NetworkPolicy(nn.Module):
             starts: [M, C + 1] decisions that begin an episode.
             state: [M, S] recurrent state before the first decision.
             final_obs: normalised last observations of episodes, [F, ...].
-            final_at: [F], [F] column and decision after which they occurred.
+            final_at: [F], [F] row and decision after which each of them occurred.
             actions: [M, C, K * D], as for `run`.
         """
         if self.spec.lstm_dim is None:
@@ -440,8 +443,8 @@ class NetworkPolicy(nn.Module):
         return RolloutEvaluation(outputs, values, None if final_values is None else final_values[:, 0])
 
     def _outputs(self, features: Tensor, obs: Observations) -> Tensor:
-        """Return outputs of the head [..., outputs] for features [..., width], followed by the features if the noise
-        needs them."""
+        """Return the head's outputs [..., outputs] for features [..., width]; state-dependent noise also needs the
+        features, which then follow the means."""
         outputs = masked(self.actor(features), obs)
         return torch.cat([outputs, features.detach()], dim=-1) if self.spec.use_sde else outputs
 

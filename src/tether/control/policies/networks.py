@@ -1,16 +1,16 @@
-"""The modules of a policy: perceptrons, running statistics of observations, heads, and actors that sample them.
+"""The modules of a policy: perceptrons, running statistics of observations, heads, and actors that sample actions.
 
-For networks this small, autograd's overhead takes several times as long as the arithmetic. `Mlp.backward` and the
-heads' run the same chain rule in a fixed order, directly into the gradient buffers; a test compares it with autograd in
-float64.
+For networks this small, autograd's overhead takes several times as long as the arithmetic. The ``backward`` methods of
+`Mlp` and of the heads apply the chain rule in a fixed order and write directly into the gradient buffers; a test
+compares them with autograd in float64.
 
-Heads are distributions of actions: choices, or Gaussian with one of two kinds of noise. Both are sampled with noise
-that is drawn beforehand, so samples depend on (seed, step) alone. Log-probabilities and entropies are per column of an
-action; `tether.control.learning.losses` sums them to the requested level.
+Heads are distributions of actions: categorical, Gaussian, or both. They sample with noise that is drawn beforehand, so
+samples depend on (seed, step) alone. Log-probabilities and entropies are per column of an action;
+`tether.control.learning.losses` sums them to the requested level.
 
-Actors are for fast inference. `Actor` computes in NumPy what the networks compute, up to rounding. `NetworkActor` calls
-the networks, where their arithmetic takes longer than the overhead of tensors. Log-probabilities and values are not
-needed for acting; the networks compute them later for a full rollout.
+Actors are for fast inference. `Actor` computes the networks in NumPy, equal up to rounding. `NetworkActor` calls the
+networks, for those whose arithmetic takes longer than the overhead of tensors. Acting does not need log-probabilities
+and values; the networks compute them later for a full rollout.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Activation:
 
     apply: Callable[[Tensor], Tensor]
     apply_array: Callable[[FloatArray], FloatArray]
-    """The function in NumPy."""
+    """The nonlinearity in NumPy."""
     backward: Callable[[Tensor, Tensor], Tensor]
     """(gradient of the output, output) -> gradient of the input."""
     gain: float
@@ -52,7 +52,7 @@ class Activation:
 
 
 def _tanh(x: Tensor) -> Tensor:
-    """Compute tanh; without autograd on a CPU in place, with NumPy, where it takes a seventh of PyTorch's time."""
+    """Compute tanh. On a CPU without autograd, compute it in place with NumPy, in a seventh of PyTorch's time."""
     if x.requires_grad or not x.is_cpu or x.dtype == torch.bfloat16:
         return torch.tanh(x)
     array = x.numpy()
@@ -92,7 +92,7 @@ Numbers = TypeVar("Numbers", Tensor, FloatArray)
 
 
 def exp(x: Numbers) -> Numbers:
-    """Compute exp, of arrays with the bits of PyTorch's."""
+    """Compute exp; for arrays, bitwise equal to PyTorch's."""
     return x.exp() if isinstance(x, Tensor) else torch.from_numpy(x).exp().numpy()
 
 
@@ -112,7 +112,8 @@ def orthogonal_linear(in_features: int, out_features: int, gain: float, generato
 def layers_in_numpy(
     layers: Iterable[tuple[Tensor, Tensor]], activation: Activation
 ) -> Callable[[FloatArray], FloatArray]:
-    """Return linear layers with a nonlinearity after each, in NumPy with the current weights and biases."""
+    """Return a function that applies linear layers with a nonlinearity after each, in NumPy with the current weights
+    and biases."""
     arrays = [(as_array(weight).T, as_array(bias)) for weight, bias in layers]
 
     def forward(x: FloatArray) -> FloatArray:
@@ -141,7 +142,7 @@ class Mlp(nn.Module):
         gains = [self.activation.gain] * (len(sizes) - 2) + [output_gain]
         layers = [orthogonal_linear(*pair, gain, generator) for pair, gain in zip(pairwise(sizes), gains, strict=True)]
         self.layers = nn.ModuleList(layers)
-        # Cached, because attribute access of a module is slow and an update needs them many times.
+        # Cached, because attribute access of a module is slow and an update accesses them many times.
         self.linear: list[tuple[Tensor, Tensor]] = [(layer.weight, layer.bias) for layer in layers]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -149,9 +150,9 @@ class Mlp(nn.Module):
         return self.activations(x)[-1]
 
     def in_numpy(self) -> Callable[[FloatArray], FloatArray]:
-        """Return `forward` in NumPy with the current weights.
+        """Return a function that computes `forward` in NumPy with the current weights.
 
-        A simulator steps few rows at a time, for which the overhead of tensors dominates a forward pass.
+        Acting has few rows at a time, for which the overhead of tensors dominates a forward pass.
         """
         *hidden, last = self.linear
         before = layers_in_numpy(hidden, self.activation)
@@ -201,7 +202,7 @@ EPSILON = 1e-8
 
 
 class RunningNormalizer(nn.Module):
-    """Normalises observations to mean 0 and variance 1 with the statistics of all earlier ones.
+    """Normalises observations to mean 0 and variance 1 with the statistics of all earlier observations.
 
     Statistics change only in `update`, between rollouts, so that a policy does not drift while it samples. Before the
     first update, observations are only clipped.
@@ -209,7 +210,7 @@ class RunningNormalizer(nn.Module):
     Args:
         size: number of entries of an observation.
         clip: bound of the absolute value of the result.
-        unchanged: [size] entries that are neither normalised nor clipped; None: none.
+        unchanged: [size] mask of entries that are neither normalised nor clipped; None: all are.
     """
 
     count: Tensor
@@ -223,12 +224,11 @@ class RunningNormalizer(nn.Module):
         super().__init__()
         self._unchanged = torch.zeros(size, dtype=torch.bool) if unchanged is None else unchanged
         self.fixed = False
-        """Whether `update` is disabled, because a pretrained policy would behave differently if its statistics
-        moved."""
+        """Whether `update` is disabled. A pretrained policy would behave differently if its statistics changed."""
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("var", torch.ones(size, dtype=torch.float64))
-        # Read by `forward`, in float32.
+        # `forward` reads these, in float32.
         self.register_buffer("shift", torch.zeros(size))
         self.register_buffer("scale", torch.ones(size))
         self.register_buffer("clip", torch.full((size,), clip).masked_fill(self._unchanged, math.inf), persistent=False)
@@ -238,7 +238,7 @@ class RunningNormalizer(nn.Module):
         return ((obs - self.shift) * self.scale).clamp_(-self.clip, self.clip)
 
     def in_numpy(self) -> Callable[[FloatArray], FloatArray]:
-        """Return `forward` in NumPy with the current statistics."""
+        """Return a function that computes `forward` in NumPy with the current statistics."""
         shift, scale, clip = as_array(self.shift), as_array(self.scale), as_array(self.clip)
         return lambda obs: np.minimum(np.maximum((obs - shift) * scale, -clip), clip)
 
@@ -262,21 +262,21 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The statistics of given actions under a head."""
+    """Log-probabilities and entropies of actions under a head."""
 
     log_probs: Tensor
     """[B, width]: log-probability of each column."""
     entropy: Tensor
     """[B, width]: entropy of each column's distribution."""
     saved: Tensor
-    """[B, outputs]: all log-probabilities, or the actions in standard deviations from the mean, for `backward`."""
+    """[B, outputs]: values for `backward`: log-probs of all alternatives, or (actions - mean) / std."""
 
 
 class _LogSoftmax(torch.autograd.Function):
     """Log-softmax over the last dimension, whose gradient is rounded as in `CategoricalHead.backward`.
 
-    PyTorch's gradient fuses a product and a difference. With this one, a loss that autograd differentiates gets the
-    same bits as `tether.control.learning.flat.FlatEngine`.
+    PyTorch's gradient fuses a product and a difference. This one makes gradients by autograd bitwise equal to those of
+    `tether.control.learning.flat.FlatEngine`.
     """
 
     @staticmethod
@@ -338,8 +338,8 @@ class CategoricalHead(nn.Module):
         Args:
             done: result of `evaluate`.
             actions: [B, width]
-            log_prob_grad: [B, width] or [B, 1], the same for every column.
-            entropy_grad: [B, width] or [B, 1], or [1, 1], the same for all.
+            log_prob_grad: gradient with respect to the log-probabilities: [B, width], or [B, 1] if columns are equal.
+            entropy_grad: gradient with respect to the entropies: [B, width], [B, 1], or [1, 1] if all are equal.
         """
         log_prob_grad = log_prob_grad.expand(-1, self.width)
         spread_grad, spread_entropy = self._spread(log_prob_grad), self._spread(done.entropy)
@@ -351,7 +351,7 @@ class CategoricalHead(nn.Module):
         return actions if self.width == 1 else actions + self._starts
 
     def _spread(self, columns: Tensor) -> Tensor:
-        """Repeat [B, width] to [B, outputs] (or return [B, 1], which broadcasts)."""
+        """Repeat the columns [B, width] for each alternative, [B, outputs]; return [B, 1] as it is, to broadcast."""
         if self.width == 1:
             return columns
         return columns.repeat_interleave(self._counts, dim=1, output_size=self.outputs)
@@ -380,10 +380,10 @@ class GaussianHead(nn.Module):
         return Evaluated(log_probs, (self.logstd + (0.5 + HALF_LOG_2PI)).expand_as(log_probs), scaled)
 
     def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
-        """Return the gradient of the mean, [B, width], and store that of the standard deviation in its ``grad``.
+        """Return the gradient of the mean, [B, width], and store that of ``logstd`` in its ``grad``.
 
         With z = (a - mean) / std: d log p / d mean = z / std, d log p / d logstd = z^2 - 1 and dH / d logstd = 1.
-        Arguments are those of `CategoricalHead.backward`.
+        Arguments as for `CategoricalHead.backward`.
         """
         assert self.logstd.grad is not None
         weighted = done.saved * log_prob_grad
@@ -395,15 +395,15 @@ class GaussianHead(nn.Module):
 class StateDependentHead(nn.Module):
     """A Gaussian whose noise is a function of the state, fixed for several decisions (gSDE, Raffin et al. 2022).
 
-    With features phi [H] and one matrix of noise E [H, D], E_ij ~ N(0, std_ij^2), an action is the mean plus phi E: the
-    same state gets the same noise while E is fixed, so that a robot does not jitter. Given the features, column j is
-    normal with the variance sum_i phi_i^2 std_ij^2. No gradient flows through the features.
+    With features phi [H] and a noise matrix E [H, D], E_ij ~ N(0, std_ij^2), an action is the mean plus phi E: while E
+    is fixed, equal states get equal noise, so that a robot does not jitter. Given the features, column j is normal with
+    variance sum_i phi_i^2 std_ij^2. No gradient flows through the features.
 
     Args:
         width: D, columns of an action.
         features: H.
         init_logstd: logarithm of the initial entries of std.
-        hold_decisions: number of decisions with the same matrix; None: all of a rollout.
+        hold_decisions: number of consecutive decisions with the same matrix; None: all of a rollout.
     """
 
     EPSILON = 1e-6
@@ -413,13 +413,13 @@ class StateDependentHead(nn.Module):
         super().__init__()
         self.width = self.linear = width
         self.outputs = width + features
-        """Means, followed by the features."""
+        """Number of outputs: the means, followed by the features."""
         self.hold_decisions = hold_decisions
         self.logstd = nn.Parameter(torch.full((features, width), init_logstd))
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Return standard normal noise [*shape, H * D], equal for `hold_decisions` decisions of (..., decisions,
-        environments)."""
+        """Return standard normal noise [*shape, H * D]; with `shape` (..., decisions, environments), `hold_decisions`
+        consecutive decisions have the same noise."""
         size = self.logstd.numel()
         if len(shape) == 1:
             return torch.randn(*shape, size, generator=generator)
@@ -441,11 +441,11 @@ class StateDependentHead(nn.Module):
         return Evaluated(log_probs, logstd + (0.5 + HALF_LOG_2PI), torch.cat([scaled, variance, squares], dim=-1))
 
     def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
-        """Return the gradient of means and features, [B, D + H], the latter 0, and store that of the logstd in its
+        """Return the gradient of means and features, [B, D + H] (0 for features), and store that of ``logstd`` in its
         ``grad``.
 
         With z = (a - mean) / s and s^2 the variance: d log p / d mean = z / s, d log p / d s^2 = (z^2 - 1) / (2 s^2),
-        dH / d s^2 = 1 / (2 s^2) and d s_j^2 / d logstd_ij = 2 phi_i^2 std_ij^2. Arguments are those of
+        dH / d s^2 = 1 / (2 s^2) and d s_j^2 / d logstd_ij = 2 phi_i^2 std_ij^2. Arguments as for
         `CategoricalHead.backward`.
         """
         assert self.logstd.grad is not None
@@ -458,7 +458,8 @@ class StateDependentHead(nn.Module):
 
 
 class MixedHead(nn.Module):
-    """Choices and numbers, independent given the observation; the columns and outputs of choices come first."""
+    """Discrete and continuous columns, independent given the observation; columns and outputs of the discrete ones come
+    first."""
 
     def __init__(self, choices: tuple[int, ...], width: int, init_logstd: float) -> None:
         super().__init__()
@@ -467,7 +468,7 @@ class MixedHead(nn.Module):
         self.width = self.chosen.width + width
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Return the noise [*shape, outputs] of both heads."""
+        """Return the concatenated noise [*shape, outputs] of both heads."""
         return torch.cat([head.noise(shape, generator) for head in (self.chosen, self.numbers)], dim=-1)
 
     def evaluate(self, outputs: Tensor, actions: Tensor) -> Evaluated:
@@ -480,7 +481,7 @@ class MixedHead(nn.Module):
         return Evaluated(*(torch.cat(values, dim=-1) for values in columns))
 
     def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
-        """Return the gradient of the outputs, [B, outputs]; arguments are those of `CategoricalHead.backward`."""
+        """Return the gradient of the outputs, [B, outputs]; arguments as for `CategoricalHead.backward`."""
         saved = self._split(done.saved, self.chosen.outputs)
         by_head = zip(
             *(
@@ -499,7 +500,7 @@ class MixedHead(nn.Module):
         return torch.cat(grads, dim=1)
 
     def _split(self, columns: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Split the columns of both heads; one column is the same for all."""
+        """Split columns into those of both heads; a single column, which broadcasts, is returned for both."""
         return (columns, columns) if columns.shape[-1] == 1 else (columns[..., :first], columns[..., first:])
 
 
@@ -520,7 +521,7 @@ Forward = Callable[[FloatArray, FloatArray], tuple[FloatArray, FloatArray]]
 
 
 class Choice:
-    """Chooses actions from outputs, with the weights at the time of construction."""
+    """Chooses actions from a head's outputs, with the head's weights at construction."""
 
     def __init__(self, head: Head) -> None:
         self._mixed: tuple[Choice, Choice, int] | None = None
@@ -559,7 +560,8 @@ class Choice:
 
 
 class Actor:
-    """The `Act` of networks that read numbers, with the weights at construction; create a new one after an update."""
+    """The `Act` of policies without images, in NumPy with the weights at construction; create a new one after an
+    update."""
 
     def __init__(self, policy: ControlPolicy | NetworkPolicy) -> None:
         self._policy, self._row, self._forward = policy, policy.row, policy.in_numpy()
@@ -568,7 +570,7 @@ class Actor:
         self._has_mask = policy.spec.has_mask
 
     def arrays(self) -> PolicyArrays | None:
-        """Return the policy for a rollout that is compiled; None if it has more than a perceptron and one head."""
+        """Return the policy as arrays for a compiled rollout; None if it is more than a perceptron and one head."""
         policy, head = self._policy, self._policy.head
         choice = isinstance(head, CategoricalHead) and head.width == 1
         if policy.state_width or self._has_mask or self._row.single_field is None:
@@ -595,14 +597,14 @@ class Actor:
         outputs, state = self._forward(row, state)
         if self._has_mask:
             allowed = obs[ACTION_MASK]
-            if further := outputs.shape[1] - allowed.shape[1]:  # outputs of numbers
+            if further := outputs.shape[1] - allowed.shape[1]:  # outputs of continuous columns, which have no mask
                 allowed = np.pad(allowed, ((0, 0), (0, further)), constant_values=1)
             outputs = np.where(allowed, outputs, np.float32(FORBIDDEN))
         return self._choose(outputs, noise), state
 
 
 class NetworkActor:
-    """The `Act` of networks that read images, of user-defined ones, and of all on a device other than the CPU.
+    """The `Act` of policies with images or user-defined networks, and of all policies on devices other than the CPU.
 
     Create a new one after an update.
     """
@@ -613,7 +615,7 @@ class NetworkActor:
 
     def __call__(self, obs: Observation, noise: FloatArray | None, state: FloatArray) -> tuple[Array, FloatArray]:
         inputs = self._policy.inputs(as_tensors(obs, self._device))
-        policy: Any = self._policy  # its inputs are those of its own `act`
+        policy: Any = self._policy  # Any, because the types of inputs and `act` match within each policy only
         outputs, after = policy.act(inputs, torch.from_numpy(state).to(self._device))
         return self._choose(outputs.cpu().numpy(), noise), after.cpu().numpy()
 

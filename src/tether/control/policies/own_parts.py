@@ -1,8 +1,8 @@
-"""User-defined parts of a control policy: how their classes are called, and the features extractor.
+"""User-defined modules of a control policy: how their classes are called, and the features extractor.
 
-A features extractor replaces the CNN in front of the hidden layers: a class ``FILE.py:NAME`` that is called with
-``shapes``, field of an observation -> its shape, and those of `PASSED_ON` that its signature names. Its
-``forward(fields)`` returns features [B, F], of any width F, for a dict of fields [B, *shape].
+A features extractor is a class ``FILE.py:NAME`` whose module replaces the CNN in front of the hidden layers. It is
+called with ``shapes`` (field of an observation -> its shape) and those keys of `PASSED_ON` that its signature names.
+Its ``forward(fields)`` returns features [B, F], of any width F, for a dict of fields [B, *shape].
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class OwnFeatures(nn.Module):
     """A user-defined features extractor.
 
     Args:
-        spec: shape of the policy, with a `features_extractor`.
+        spec: spec of the policy, with a `features_extractor`.
         generator: seeds the initial weights, which are drawn from torch's global generator; its state is restored.
 
     Raises:
@@ -52,7 +52,7 @@ class OwnFeatures(nn.Module):
         """F, the number of features."""
 
     def forward(self, obs: Observations) -> Tensor:
-        """Return features [..., F] of numbers [B, width], normalised and one-hot, and of images, bytes [B, C, H, W]."""
+        """Return features [..., F] for normalised flat rows [B, width] and images, bytes [B, C, H, W]."""
         numbers = numbers_of(obs)
         rows = numbers.shape[:-1]
         fields = dict(zip(self._numbers, numbers.flatten(0, -2).split([*self._numbers.values()], dim=-1), strict=True))
@@ -70,7 +70,7 @@ class OwnFeatures(nn.Module):
         call = f"{where}: a call on {ROWS} observations of {shapes}"
         try:
             features = self.module(fields)
-        except Exception as error:  # whatever a user's module raises on a small batch is the same problem
+        except Exception as error:  # user code may raise anything
             raise ValueError(f"{call} raised {type(error).__name__}: {error}") from error
         shape = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
         if not isinstance(features, Tensor) or features.dim() != 2 or len(features) != ROWS:
@@ -81,10 +81,11 @@ class OwnFeatures(nn.Module):
 
 
 def construct(factory: object, spec: PolicySpec, arguments: Mapping[str, object], where: str) -> nn.Module:
-    """Create an object of a user-defined class, with these arguments and those of `PASSED_ON` that its signature names.
+    """Create an object of a user-defined class, with these arguments and the keys of `PASSED_ON` that its signature
+    names.
 
     Raises:
-        ValueError: it is not a class of modules, or has other arguments.
+        ValueError: the class is not a subclass of ``nn.Module``, or its arguments differ.
     """
     if not callable(factory):
         raise ValueError(f"{where}: is a {type(factory).__name__}; expected a class of torch.nn.Module")

@@ -1,9 +1,9 @@
 """A control policy with a user-defined network: a class ``FILE.py:NAME``, or an object of this process.
 
-The class is called with ``obs_dim``, ``outputs`` and ``values``, and those of `own_parts.PASSED_ON` that its signature
-names; its ``forward(obs [B, obs_dim])`` returns (outputs [B, outputs], values [B, values]): logits of every choice, or
-means of every column of an action, and the critic's values (None if ``values`` is 0). Parameters whose names begin with
-``critic`` are trained with ``critic.optim.lr``, all others with the policy's learning rate.
+The class is called with ``obs_dim``, ``outputs`` and ``values``, and the keys of `own_parts.PASSED_ON` that its
+signature names. Its ``forward(obs [B, obs_dim])`` returns (outputs [B, outputs], values [B, values]): the logits of
+discrete actions or the means of continuous ones, and the critic's values (None if ``values`` is 0). Parameters whose
+names begin with ``critic`` are trained with ``critic.optim.lr``, all others with the policy's learning rate.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class OwnPolicy(NetworkPolicy):
     """A user-defined network, with a head, a normalizer and gradients by autograd.
 
     Args:
-        spec: shape of the policy, with a `network`.
+        spec: spec of the policy, with a `network`.
         seed: seed of the initial weights, which are drawn from torch's global generator; its state is restored.
 
     Raises:
-        ValueError: the class does not exist, has other arguments, or returns something else in a test call.
+        ValueError: the class does not exist, has other arguments, or returns invalid outputs in a test call.
     """
 
     state_width = 0
@@ -82,7 +82,7 @@ def _test_call(network: nn.Module, sizes: Mapping[str, int], where: str) -> None
     call = f"{where}: a call on {ROWS} observations of {sizes['obs_dim']} numbers"
     try:
         result = network(torch.linspace(-1, 1, ROWS * sizes["obs_dim"]).reshape(ROWS, -1))
-    except Exception as error:  # whatever a user's network raises on a small batch is the same problem
+    except Exception as error:  # user code may raise anything
         raise ValueError(f"{call} raised {type(error).__name__}: {error}") from error
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(f"{call} returned {type(result).__name__}; expected a tuple (outputs, values)")

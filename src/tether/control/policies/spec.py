@@ -1,6 +1,6 @@
-"""The shape of a control policy, the inputs of its networks, and the types exchanged with its training.
+"""The spec of a control policy, the inputs of its networks, and the types that training exchanges with it.
 
-The inputs are one flat row of numbers for perceptrons, and one stack of images for a CNN.
+The inputs are a flat row of numbers for perceptrons, and a stack of images for a CNN.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tether.observations import ObsLayout, ObsPart, row_width
 
 NUMBERS, PICTURE, TEXT, ALLOWED = "numbers", "picture", "text", "allowed"
 ObservationBatch: TypeAlias = Mapping[str, Tensor] | TensorDict
-"""Field name -> [..., *shape], as the environments show it."""
+"""Field name -> [..., *shape], as environments return it."""
 
 
 class FlatRow:
-    """Concatenates fields as float32: choices one-hot, images [height, width, channels], bytes as numbers.
+    """Concatenates fields as float32: discrete values one-hot, images [height, width, channels] flattened.
 
     Masks are not included.
     """
@@ -42,7 +42,7 @@ class FlatRow:
         single = self._fields[0] if len(self._fields) == 1 else None
         is_row = single is not None and (single.dtype, single.choices) == ("float32", ())
         self.single_field = single.name if single is not None and is_row else None
-        """Name of the field that already is the row; None: the row has to be computed."""
+        """Name of the field that already is the row; None: the row must be computed."""
 
     def __call__(self, obs: ObservationBatch) -> Tensor:
         """Return the row [..., width] of fields [..., *shape]."""
@@ -56,7 +56,7 @@ class FlatRow:
 
 
 class Pictures:
-    """Stacks the channels of images of one size."""
+    """Concatenates the channels of images of equal size."""
 
     def __init__(self, layout: ObsLayout, names: Sequence[str]) -> None:
         self._names = tuple(names)
@@ -79,29 +79,29 @@ def _columns(field: ObsPart, values: Tensor) -> Tensor:
 
 
 Observations = Tensor | TensorDict
-"""Inputs of networks: numbers [..., O], or a TensorDict of numbers and an image, a text or a mask."""
+"""Inputs of networks: numbers [..., O], or a TensorDict of numbers and an image stack, a text or a mask."""
 
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """The shape of a policy, sufficient to build it again."""
+    """Describes the networks and the head of a policy, sufficient to create it again."""
 
     obs_dim: int
-    """O: numbers in the flat row: all fields except the images that a CNN reads."""
+    """O: width of the flat row of all fields except the images that a CNN reads."""
     choices: tuple[int, ...] | None
-    """Number of alternatives of each column of an action that is a choice, the first ones; None: all are numbers."""
+    """Number of alternatives of each discrete column of an action, which come first; None: all are continuous."""
     action_width: int
     """D: columns of an action."""
     num_action_chunks: int = 1
-    """K: actions per decision; the head has K * D columns, those of an action being adjacent."""
+    """K: actions per decision; the head has K * D columns, where those of one action are adjacent."""
     value_width: int = 1
-    """V: values per observation: 1, or K, one before each action of the chunk; 0: there is no critic."""
+    """V: values per observation: 1, or K, one for the state before each action of the chunk; 0: no critic."""
     share_critic: bool = False
     """Whether the critic is a linear layer on the actor's features instead of a separate network."""
     hidden_dim: int = 256
     num_layers: int = 3
     critic_hidden_dim: int | None = None
-    """Width of the critic's own network; None: that of the actor."""
+    """Width of a separate critic; None: that of the actor."""
     critic_num_layers: int | None = None
     activation: str = "tanh"
     init_logstd: float = -0.5
@@ -110,40 +110,40 @@ class PolicySpec:
     """Names of the fields that are normalised; empty: all."""
     clip_observations: float = 10.0
     layout: ObsLayout = ()
-    """The fields of an observation; empty: a single one of O numbers, ``state``."""
+    """The fields of an observation; empty: a single field ``state`` of O numbers."""
     pictures: tuple[str, ...] = ()
-    """Names of the fields that a CNN reads; empty: there is no CNN."""
+    """Names of the fields that a CNN reads; empty: no CNN."""
     cnn_type: str = "small"
-    """A name in ``tether.control.policies.network_policy.CNNS``."""
+    """Name in ``tether.control.policies.network_policy.CNNS``."""
     pixel_scale: float = 255.0
     """Pixels are divided by this."""
     dtype: str = "float32"
-    """Format in which the CNN computes in training: float32 or bfloat16."""
+    """Dtype in which the CNN computes in training: float32 or bfloat16."""
     network: str | None = None
-    """Reference to a user-defined network (`tether.control.policies.own_policy`); None: a network of tether."""
+    """Reference to a user-defined network (`tether.control.policies.own_policy`); None: one of tether's networks."""
     features_extractor: str | None = None
     """Reference to a user-defined module in front of the hidden layers (`tether.control.policies.own_parts`)."""
     lstm_dim: int | None = None
-    """Width of the LSTM after the hidden layers; None: there is none."""
+    """Width of the LSTM after the hidden layers; None: no LSTM."""
     use_sde: bool = False
-    """Whether the noise of numbers depends on the state, as in `StateDependentHead`."""
+    """Whether the noise of continuous actions depends on the state, as in `StateDependentHead`."""
     sde_sample_freq: int | None = None
-    """Number of decisions with the same noise matrix; None: all of a rollout."""
+    """Number of consecutive decisions with the same noise matrix; None: all of a rollout."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether the policy consists of perceptrons only, whose gradients are computed by hand."""
+        """Whether the policy consists of perceptrons only, whose gradients are computed in closed form."""
         special = self.pictures or self.lstm_dim is not None or self.network or self.features_extractor
         return not (special or self.has_mask or self.use_sde)
 
     @property
     def has_mask(self) -> bool:
-        """Whether observations have a mask of allowed choices."""
+        """Whether observations include a mask of allowed actions."""
         return any(field.kind == "mask" for field in self.layout)
 
     @property
     def critic_spec(self) -> PolicySpec:
-        """The spec with the sizes of the critic's own network."""
+        """The spec with the sizes of a separate critic."""
         return replace(
             self,
             hidden_dim=self.critic_hidden_dim or self.hidden_dim,
@@ -156,15 +156,15 @@ class PolicySpec:
         return self.layout or (ObsPart("state", "vector", (self.obs_dim,)),)
 
     def is_number(self, field: ObsPart) -> bool:
-        """Return whether a field is in the row of numbers."""
+        """Return whether a field is in the flat row."""
         return field.name not in self.pictures and field.kind != "mask"
 
     def make_row(self) -> FlatRow:
-        """Return the module that flattens the numbers of observations."""
+        """Return the function that flattens observations to rows."""
         return FlatRow(self.parts, without=self.pictures)
 
     def make_normalizer(self) -> RunningNormalizer | None:
-        """Return the running statistics of the row, or None if it is not normalised."""
+        """Return the normalizer of the row, or None if it is not normalised."""
         if not self.normalize_observations:
             return None
         unchanged = [
@@ -176,7 +176,7 @@ class PolicySpec:
         return RunningNormalizer(self.obs_dim, self.clip_observations, torch.tensor(unchanged, dtype=torch.bool))
 
     def make_pictures(self) -> Pictures | None:
-        """Return the module that stacks the images, or None without a CNN."""
+        """Return the function that stacks the images, or None without a CNN."""
         return Pictures(self.parts, self.pictures) if self.pictures else None
 
     def make_head(self) -> Head:
@@ -194,12 +194,12 @@ class PolicySpec:
 
 @dataclass(frozen=True)
 class Memory:
-    """Inputs of a policy with an LSTM besides the observations [M, C, ...] of M sequences of C decisions."""
+    """Inputs of a recurrent policy for M sequences of C decisions, in addition to the observations [M, C, ...]."""
 
     starts: Tensor
     """[M, C]: decisions that begin an episode, before which the state is zero."""
     state: Tensor
-    """[M, S]: recurrent state before the first decision, at the time of acting."""
+    """[M, S]: recurrent state before the first decision, as it was when acting."""
     selected: Tensor
     """[M, C]: decisions to learn from."""
 
@@ -223,18 +223,18 @@ class ForwardPass:
     outputs: Tensor
     """[B, outputs of the head]"""
     values: Tensor | None
-    """[B, V]; None: there is no critic."""
+    """[B, V]; None without a critic."""
     saved: Any
 
 
 @dataclass(frozen=True)
 class RolloutEvaluation:
-    """The outputs of a policy for a full rollout of C decisions in M columns."""
+    """The outputs of a policy for a full rollout of M rows of C decisions."""
 
     outputs: Tensor
     """[M, C, outputs of the head]"""
     values: Tensor | None
-    """[M, C + 1, V]; None: there is no critic."""
+    """[M, C + 1, V]; None without a critic."""
     final_values: Tensor | None
     """[F, V]: values of the last observations of episodes."""
 
@@ -253,20 +253,20 @@ def picture_of(obs: Observations) -> Tensor:
 
 
 def masked(outputs: Tensor, obs: Observations) -> Tensor:
-    """Return logits [..., outputs] in which choices that are not allowed are so low that they are never sampled.
+    """Return outputs [..., outputs] in which logits of forbidden alternatives are so low that they are never sampled.
 
-    The distribution is the softmax over the allowed alternatives (Huang and Ontanon 2020); the others have probability
-    0 and no gradient. If no alternative of a column is allowed, as may happen after the end of an episode, all are
-    equally likely.
+    The distribution is the softmax over the allowed alternatives (Huang and Ontanon 2020); forbidden ones have
+    probability 0 and no gradient. If a column has no allowed alternative, as may happen after the end of an episode,
+    all are equally likely.
     """
     if isinstance(obs, Tensor) or ALLOWED not in obs:
         return outputs
     forbidden = ~obs[ALLOWED]
-    if further := outputs.shape[-1] - forbidden.shape[-1]:  # those of numbers
+    if further := outputs.shape[-1] - forbidden.shape[-1]:  # outputs of continuous columns, which have no mask
         forbidden = nn.functional.pad(forbidden, (0, further))
     return outputs.masked_fill(forbidden, FORBIDDEN)
 
 
 def with_numbers(obs: Observations, numbers: Tensor) -> Observations:
-    """Return the observations with other numbers."""
+    """Return the observations with their numbers replaced."""
     return numbers if isinstance(obs, Tensor) else obs.clone(recurse=False).set(NUMBERS, numbers)

@@ -1,1 +1,1 @@
-"""Tools of MCP servers, and environments of the verifiers package."""
+"""Agents: tools of MCP servers, environments of the verifiers package, and the server for external programs."""

@@ -1,6 +1,6 @@
-"""The HTTP server of `rollout.agent.default_agent_loop=endpoint`: on the loopback address only, in a thread.
+"""The HTTP server of `rollout.agent.default_agent_loop=endpoint`, in a thread and on the loopback address only.
 
-The API key of a request names its episode; no other key is accepted.
+The API key of a request identifies its episode; other keys are refused.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from tether.text.turns.endpoint.protocol import (
 from tether.types import JsonObject
 
 KEEP_ALIVE_SECONDS = 3600
-"""Time for which an unused connection stays open, so that a program that works between two calls keeps it."""
+"""Timeout of idle connections, long enough for a program that works between two calls."""
 SHUTDOWN_SECONDS = 1
-"""Time for open connections to end with the server."""
+"""Maximum time for open connections to end when the server stops."""
 
 
 class EndpointServer:
@@ -48,7 +48,7 @@ class EndpointServer:
         submit: queues a call for the sampler.
         model: name of the policy.
         max_request_bytes: maximum bytes of a request.
-        takes_rewards: whether programs may send rewards.
+        takes_rewards: whether programs may submit rewards.
     """
 
     def __init__(
@@ -98,7 +98,8 @@ class EndpointServer:
     def _answering(
         self, handle: Callable[[AgentEpisode, Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Return an endpoint that finds the episode of a request and turns refusals into errors of OpenAI's form."""
+        """Return an endpoint that looks up the episode of a request and returns refusals as errors in OpenAI's
+        format."""
 
         async def endpoint(request: Request) -> Response:
             key = request.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -1,9 +1,9 @@
 """Rows of an environment of the `verifiers` library: ``verifiers:NAME?argument=value&...``.
 
-Arguments are those of the environment's ``load_environment``, or from verifiers 0.4 on fields of its configuration
-(numbers, true/false and json are parsed, everything else is text), and two of tether:
+Arguments are those of the environment's ``load_environment``, or since verifiers 0.4 fields of its configuration
+(numbers, true/false and JSON are parsed, everything else is text). tether adds two:
 
-    part   `train` (the default) or `eval`: the dataset or the eval_dataset of the environment; not from 0.4 on
+    part   `train` (the default) or `eval`: the dataset or the eval_dataset of the environment; not since 0.4
     size   number of rows to use, from the first
 """
 
@@ -21,7 +21,7 @@ PARTS = ("train", "eval")
 
 
 def option_value(text: str) -> object:
-    """Return the value of an option: what its JSON says, or the text."""
+    """Return the value of an option: parsed as JSON if possible, otherwise the text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -29,7 +29,7 @@ def option_value(text: str) -> object:
 
 
 def read_environment(spec: str, name: str, options: Mapping[str, str]) -> RowSource:
-    """Read the rows of an environment, which answers and scores them.
+    """Read the rows of an environment, which replies to responses and scores them.
 
     Raises:
         ValueError: the environment cannot be loaded, or has no such rows.
@@ -76,7 +76,7 @@ def read_environment(spec: str, name: str, options: Mapping[str, str]) -> RowSou
 
 
 def _messages(prompt: object, spec: str) -> list[Message]:
-    """Return the prompt of a row, without the nulls that tables have for keys of other messages."""
+    """Return the prompt of a row, without the nulls that tables have for keys that only other messages have."""
     if not isinstance(prompt, list):
         raise ValueError(f"{spec}: the environment asks for the continuation of a text; tether answers messages.")
     return [{key: value for key, value in message.items() if value is not None} for message in prompt]

@@ -23,7 +23,7 @@ CONNECT_SECONDS = 60.0
 
 
 class McpServer:
-    """A server, connected until this process ends through an event loop in a separate thread.
+    """A server, connected until this process ends, by an event loop in a separate thread.
 
     Args:
         settings: settings of the connection, a value of `McpSpec.servers`.
@@ -35,7 +35,7 @@ class McpServer:
         self._connect()
 
     def tools(self) -> dict[str, JsonObject]:
-        """Return each tool by its name, in the layout of OpenAI's functions.
+        """Return name -> tool, in the format of OpenAI's function calling.
 
         Raises:
             Exception: any error of the connection, or `TimeoutError`.
@@ -50,7 +50,7 @@ class McpServer:
         self._connection = asyncio.run_coroutine_threadsafe(self._stay_connected(self._client), self._loop)
 
     async def _stay_connected(self, opened: Future[Client]) -> None:
-        # The package requires that one task both opens and closes a connection.
+        # The package requires that the same task opens and closes a connection.
         try:
             async with Client(_transport(self._settings)) as client:
                 opened.set_result(client)
@@ -66,7 +66,7 @@ class McpServer:
     def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Call a tool and return its answer.
 
-        A call that loses the connection is not repeated, but the server is connected again for the next one.
+        A call that loses the connection is not repeated, but the next call connects again.
 
         Raises:
             RuntimeError: the tool failed; the message is its answer.
@@ -106,7 +106,7 @@ async def _all_tools(client: Client) -> list[Tool]:
 def as_text(result: CallToolResult) -> str:
     """Return a tool's result as text.
 
-    Content other than text is named, and structured content is added as JSON unless a text repeats it.
+    Content other than text is described in brackets, and structured content is added as JSON unless a text repeats it.
     """
     texts = [block.text for block in result.content if block.type == "text"]
     blocks = [_block_text(block) for block in result.content]
@@ -146,7 +146,7 @@ def _value(text: str) -> object:
 
 
 class McpTool:
-    """A tool of a server, with the interface of other tools."""
+    """A tool of a server, with the interface of tether's tools."""
 
     def __init__(self, server: McpServer, name: str) -> None:
         self._server, self._name = server, name
@@ -157,7 +157,7 @@ class McpTool:
 
 
 ServerTools = list[tuple[str, JsonObject]]
-"""The name of a server with the schema of one of its tools, for each tool."""
+"""(name of the server, schema) for each tool."""
 
 
 def connect(spec: McpSpec, server_tools: ServerTools | None) -> list[tuple[str, JsonObject, McpTool]]:
@@ -165,8 +165,8 @@ def connect(spec: McpSpec, server_tools: ServerTools | None) -> list[tuple[str, 
 
     Args:
         spec: the entry.
-        server_tools: the tools that another process listed. With them this does not wait for the servers: calls of a
-            tool fail until its server answers.
+        server_tools: tools that another process has listed. If given, this does not wait for the servers: calls of a
+            tool fail until its server responds.
 
     Raises:
         ValueError: a server cannot be reached or lacks a selected tool, or two tools have the same name.

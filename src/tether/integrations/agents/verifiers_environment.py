@@ -1,8 +1,8 @@
 """Environments of the library `verifiers` before version 0.4, stepped turn by turn.
 
 The library drives a conversation itself and requests each turn of the model from a client. Here the client is the
-policy: the library's loop runs until it requests a turn, and continues once the policy has sampled it. What an
-environment does between turns, when it ends, and how its rubric scores is therefore its own code, including overrides.
+policy: the library's loop runs until it requests a turn, and continues once the policy has sampled it. So replies
+between turns, the end of a conversation and scores are computed by the environment's own code, including overrides.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tether.text.turns.tools.spec import LIBRARY
 from tether.types import JsonObject, Message
 
 _LOOP = asyncio.new_event_loop()  # shared by all conversations, because each loop keeps three files open
-_MODEL_NAME = "the policy"  # some environments read the name of the model
+_MODEL_NAME = "the policy"  # some environments require the name of the model
 
 
 class VerifiersConversation:
@@ -50,7 +50,7 @@ class VerifiersConversation:
         """Load the environment, once per process.
 
         Raises:
-            ValueError: the environment is not installed, or refuses its arguments.
+            ValueError: the environment is not installed, or rejects its arguments.
         """
         load(environment)
 
@@ -169,7 +169,7 @@ class _Policy(Client):
 def _response(turn: str, call_format: CallFormat) -> Response:
     """Convert a turn of the policy, with its tool calls, to the library's type."""
     calls = [
-        # A call that cannot be parsed is passed on, so that the environment can reply with the problem.
+        # A call that cannot be parsed is passed on, so that the environment can reply with an error.
         ToolCall(id=call.id or f"call_{index}", name=call.name or "unreadable", arguments=json.dumps(call.arguments))
         for index, call in enumerate(call_format.find(turn, ()))
     ]
@@ -194,7 +194,7 @@ def load(spec: str) -> verifiers.Environment:
     """Load the environment of ``NAME?argument=value&...``.
 
     Raises:
-        ValueError: the environment is not installed, refuses its arguments, or scores several responses together.
+        ValueError: the environment is not installed, rejects its arguments, or scores several responses together.
     """
     name, _, query = spec.partition("?")
     arguments = {key: option_value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
@@ -235,11 +235,11 @@ def _rubrics(rubric: verifiers.Rubric) -> list[verifiers.Rubric]:
 
 
 class _RewardFailed(BaseException):
-    """A reward function failed. Not an `Exception`, because the library scores a response 0 after one."""
+    """A reward function failed. It is not an `Exception`, for which the library would score the response 0."""
 
 
 def _strict(function: RewardFunc) -> RewardFunc:
-    """Wrap a function of a rubric so that its error ends the row without a score instead of scoring 0."""
+    """Wrap a function of a rubric so that a row whose scoring fails ends without a score, instead of with 0."""
 
     @functools.wraps(function)
     async def strict(*args: object, **kwargs: object) -> float:

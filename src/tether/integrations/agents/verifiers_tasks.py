@@ -1,10 +1,10 @@
 """Environments of `verifiers.v1`, played against the policy's server with ``endpoint.program=verifiers``.
 
-Such an environment has a taskset, which makes tasks and scores them, and a harness, a program that calls the model by
+Such an environment has a taskset, which creates and scores tasks, and a harness, a program that calls the model through
 OpenAI's API. The harness calls tether's server, which records the tokens, as for any other program.
 
-The options of ``verifiers:NAME?taskset.split=train&agent.max_turns=4`` are fields of the environment's configuration:
-their paths are those below ``[env]`` in configuration files of the library.
+The options of ``verifiers:NAME?taskset.split=train&agent.max_turns=4`` are fields of the environment's configuration,
+with paths as below ``[env]`` in the library's configuration files.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from tether.text.data.location import ENVIRONMENT, split_query
 from tether.text.data.rows import RowSource
 from tether.types import JsonObject, Message
 
-__all__ = ["ChatHarness", "load", "play", "read_tasks"]  # the library looks in it for the harness
+__all__ = ["ChatHarness", "load", "play", "read_tasks"]  # the library looks up the harness in it
 
 HARNESS = "tether_chat"
-_CERTIFICATES = httpx.create_ssl_context()  # reading them takes longer than the remainder of a short episode
+_CERTIFICATES = httpx.create_ssl_context()  # reading them takes longer than a short episode
 sys.modules[HARNESS] = sys.modules[__name__]  # the library imports a harness by its id
 
 
 class ChatHarness(NullHarness):
-    """Lets the model answer and call tools until it calls none, in this process.
+    """Lets the model reply and call tools until it calls none, in this process.
 
-    The library's harness `null` does the same in a process for each turn of a user, with packages that uv installs.
+    The library's harness `null` does the same in a new process per user turn, with packages that uv installs.
     """
 
     SUPPORTS_TOOL_INTERCEPTION = False
@@ -87,7 +87,7 @@ class ChatHarness(NullHarness):
 
 
 def _call_problem(name: str, arguments: str, tools: Mapping[str, object]) -> str:
-    """Return what is wrong with a call of a tool, for the model; an empty text if it can be made."""
+    """Return an error message for the model about a tool call; empty if the call is valid."""
     if name not in tools:
         return f"error: unknown tool {name!r}"
     try:
@@ -101,10 +101,11 @@ def _call_problem(name: str, arguments: str, tools: Mapping[str, object]) -> str
 def load(spec: str) -> vf.Env:
     """Load the environment of ``NAME?field=value&...``.
 
-    Where neither the environment nor an option names a harness, it is `ChatHarness`: no role gets a shell unasked.
+    If neither the environment nor an option names a harness, it is `ChatHarness`, so that no role gets a shell by
+    default.
 
     Raises:
-        ValueError: the environment is not installed, refuses an option, or lets the policy play several roles.
+        ValueError: the environment is not installed, rejects an option, or has several roles for the policy.
     """
     name, options = split_query(spec)
     settings: JsonObject = {"taskset": {"id": name}}
@@ -139,8 +140,8 @@ def _roles(config: vf.EnvConfig) -> dict[str, vf.AgentConfig]:
 
 
 def _role(agent: vf.AgentConfig, explicit: JsonObject, harness: str) -> vf.AgentConfig:
-    """Return a role with tether's defaults: this harness, on this machine."""
-    changes: JsonObject = {"retries": vf.RetryConfig()}  # a second attempt would be learned from as a branch
+    """Return a role with tether's defaults: the harness, run on this machine."""
+    changes: JsonObject = {"retries": vf.RetryConfig()}  # training would treat a second attempt as a branch
     if "runtime" not in explicit and isinstance(agent.runtime, vf.PrimeConfig):
         changes["runtime"] = vf.SubprocessConfig()
     if agent.harness is None:
@@ -149,7 +150,7 @@ def _role(agent: vf.AgentConfig, explicit: JsonObject, harness: str) -> vf.Agent
 
 
 def _policy_role(environment: vf.Env) -> str:
-    """Return the role that the policy plays: the only one without a model of its own.
+    """Return the policy's role: the only one without a configured model.
 
     Raises:
         ValueError: there are none or several such roles.
@@ -165,7 +166,7 @@ def _policy_role(environment: vf.Env) -> str:
 
 
 def read_tasks(spec: str, environment: str, size: int | None) -> RowSource:
-    """Read the tasks of an environment, one a row.
+    """Read the tasks of an environment, one per row.
 
     Args:
         spec: the source, for messages.
@@ -173,7 +174,7 @@ def read_tasks(spec: str, environment: str, size: int | None) -> RowSource:
         size: number of tasks, from the first; None: all.
 
     Raises:
-        ValueError: the environment or its tasks cannot be loaded, or they have no end.
+        ValueError: the environment or its tasks cannot be loaded, or tasks are unlimited and no size is given.
     """
     taskset = load(environment).taskset
     if taskset.INFINITE and size is None:
@@ -197,7 +198,7 @@ def _record(data: vf.TaskData, environment: str, index: int) -> JsonObject:
 
 
 def _messages(data: vf.TaskData) -> list[Message]:
-    """Return the messages with which a task begins; a task without a prompt, which a user opens, has an empty one."""
+    """Return the initial messages of a task; a task without a prompt, which a user begins, has an empty one."""
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     if isinstance(data.prompt, str) or data.prompt is None:
         return [*system, {"role": "user", "content": data.prompt or ""}]
@@ -216,7 +217,7 @@ async def play(row: JsonObject) -> float:
     task = task_type(task_type.data_type().model_validate(about["task"]), environment.config.taskset.task)
     client = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
     context = vf.ModelContext(model=os.environ["OPENAI_MODEL"], client=client)
-    async with environment.serving():  # for each episode, because the library keeps a client with its API key
+    async with environment.serving():  # per episode, because the library caches a client with its API key
         episode = await environment.run_episode(task, context)
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:

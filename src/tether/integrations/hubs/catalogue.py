@@ -1,6 +1,6 @@
-"""The catalogue of datasets: where the hubs have them, and which files are made from them.
+"""The catalogue of datasets: their locations on the hubs, and the files to create from them.
 
-Rows have the layout of verl's own preparation scripts: the same sources, questions, instructions and ground truths.
+Rows have the layout of verl's preparation scripts: the same sources, questions, instructions and ground truths.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class OutputFile:
     """A file to write."""
 
     split: str
-    """Split of its rows, also recorded in `extra_info`."""
+    """Split of the rows, also recorded in `extra_info`."""
     patterns: tuple[str, ...]
-    """Patterns of the hub's files; the files that match the first successful pattern are read, sorted by name."""
+    """Patterns of the hub's files. The files that match the first pattern with any match are read, sorted by name."""
     convert: Convert
     pairs: bool = False
     """Whether the rows are pairs for `tether rm train`."""
@@ -52,7 +52,7 @@ class Dataset:
     """Name on ModelScope, if it differs."""
 
     def of_file(self, name: str) -> Dataset:
-        """Return this dataset with the hub's file `name` as the source of all its files."""
+        """Return this dataset, with the hub's file `name` as the source of all its output files."""
         stem = Path(name.removesuffix(".gz")).stem
         files = {
             str(Path(path).with_name(f"{stem}.parquet")): replace(output, split=stem, patterns=(name,))
@@ -72,7 +72,7 @@ def gsm8k(record: JsonObject, split: str, index: int) -> JsonObject:
 
 
 def boxed(source: str) -> Convert:
-    r"""Return a converter of MATH problems; the ground truth is `answer`, or the last ``\boxed{}`` of the solution."""
+    r"""Return a converter for MATH problems; the ground truth is `answer`, or the last ``\boxed{}`` of the solution."""
 
     def convert(record: JsonObject, split: str, index: int) -> JsonObject:
         problem, solution = text_in(record, "problem"), text_in(record, "solution")
@@ -127,7 +127,7 @@ def searched(record: JsonObject, split: str, index: int) -> JsonObject:
 
 
 def as_it_is(record: JsonObject, split: str, index: int) -> JsonObject:
-    """Return a row that is published in verl's layout."""
+    """Return a row unchanged, because it is published in verl's layout."""
     return {key: value for key, value in record.items() if value is not None}
 
 

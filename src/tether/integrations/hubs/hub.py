@@ -12,12 +12,12 @@ from tether.runtime.hubs import MODELSCOPE, uses_modelscope
 from tether.runtime.install import pip_install
 
 LOCAL = "file:"
-"""Prefix of the name of a local dataset."""
+"""Prefix of names of local datasets."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file on a hub, with the size and hash to check a download."""
+    """A file on a hub, with the size and hash for checking a download."""
 
     size: int
     sha256: str | None
@@ -30,7 +30,7 @@ class Listing:
     """The files of a repository at one revision."""
 
     revision: str
-    """Revision, which differs after any change."""
+    """Identifier of the revision, which changes with any file."""
     files: Mapping[str, RemoteFile]
 
 
@@ -45,12 +45,12 @@ class Hub(Protocol):
 
 
 def asked_for(repository: str, revision: str | None) -> str:
-    """Return the repository and its revision, as error messages begin."""
+    """Return the repository and its revision, as the beginning of error messages."""
     return f"{repository} at {revision}:" if revision else f"{repository}:"
 
 
 def hub_of(repository: str) -> tuple[Hub, str]:
-    """Return a dataset's hub, and its name, which begins with ``modelscope:`` on ModelScope.
+    """Return a dataset's hub, and its name, which has the prefix ``modelscope:`` on ModelScope.
 
     Args:
         repository: ``owner/name``, on ModelScope with the prefix ``modelscope:`` or if VERL_USE_MODELSCOPE is true; or

@@ -1,4 +1,4 @@
-"""Files of the Hugging Face hub, downloaded with its own client."""
+"""Downloads files of the Hugging Face hub with its client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIX = "name another hub in HF_ENDPOINT. The same command then goes on where it s
 
 
 class _Unbuffered(io.FileIO):
-    """A file without a buffer: it keeps what was received if the process is killed, and raises if the disk is full."""
+    """An unbuffered file: received data are kept if the process is killed, and a full disk raises an error."""
 
     def write(self, content: Buffer) -> int:
         remaining = memoryview(content)
@@ -34,7 +34,7 @@ class HuggingFace:
     """The Hugging Face hub; revisions are resolved to commits.
 
     Args:
-        kind: kind of its repositories, as the hub's client names it.
+        kind: kind of repositories, in the terms of the hub's client.
     """
 
     def __init__(self, kind: Literal["dataset", "model"] = "dataset") -> None:
@@ -57,7 +57,7 @@ class HuggingFace:
         size = listing.files[path].size
         if to.exists() and to.stat().st_size > size:  # a partial download of a different file, or a damaged one
             to.unlink()
-        if to.exists() and to.stat().st_size == size:  # complete: a request for an empty range would fail
+        if to.exists() and to.stat().st_size == size:  # complete; requesting an empty range would fail
             return
         with asking_hugging_face(f"{repository}/{path}:", FIX):
             url = hf_hub_url(

@@ -1,4 +1,4 @@
-"""Local files in place of a hub, for datasets downloaded by other means."""
+"""Local files instead of a hub, for datasets that were downloaded by other means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datasets of ModelScope, downloaded with its own client (extra ``modelscope``)."""
+"""Downloads datasets of ModelScope with its client (extra ``modelscope``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIX = (
 
 
 class ModelScope:
-    """ModelScope, which reports no commits: a revision is a branch and a hash of the listing."""
+    """ModelScope. It reports no commits, so a revision is a branch and a hash of the listing."""
 
     def listing_of(self, repository: str, revision: str | None) -> Listing:
         branch = revision or NEWEST

@@ -25,7 +25,7 @@ def humaneval(record: JsonObject, split: str, index: int) -> JsonObject:
 
 
 def mbpp(record: JsonObject, split: str, index: int) -> JsonObject:
-    """Convert a task of MBPP. The sanitized files name the column `text` `prompt`; only the tests name the function."""
+    """Convert a task of MBPP. In sanitized files the column `text` is `prompt`; only the tests name the function."""
     prompt = text_in(record, "text" if "text" in record else "prompt")
     tests = {key: record[key] for key in ("test_list", "test_setup_code", "test_imports") if record.get(key)}
     shown = "\n".join(map(str, tests.get("test_list", ())))
@@ -36,7 +36,7 @@ def mbpp(record: JsonObject, split: str, index: int) -> JsonObject:
 
 
 def _contest(source: str) -> Convert:
-    """Return a converter of APPS or TACO problems: programs that read and print, or functions."""
+    """Return a converter for APPS or TACO problems: programs with input and output, or functions."""
 
     def convert(record: JsonObject, split: str, index: int) -> JsonObject:
         question, tests = text_in(record, "question"), _decoded(record.get("input_output"))

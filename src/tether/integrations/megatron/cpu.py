@@ -27,7 +27,7 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like"
 
 
 def install() -> None:
-    """Patch the modules of Megatron that are loaded so far; repeat the call for later ones. No effect with CUDA."""
+    """Patch the modules of Megatron that are loaded so far; call again after loading others. No effect with CUDA."""
     if torch.cuda.is_available():
         return
     for name, module in list(sys.modules.items()):
@@ -96,7 +96,7 @@ class _Distributed(ModuleType):
             output.copy_(values[: len(output)])
 
     def reduce_scatter(self, output: Tensor, inputs: list[Tensor], group: Any = None) -> None:
-        """Sum the tensors of all ranks, and store this rank's."""
+        """Sum the tensors of all ranks, and store the chunk of this rank."""
         total = torch.cat(inputs)
         dist.all_reduce(total, group=group)
         output.copy_(total.split([len(x) for x in inputs])[dist.get_rank(group)])
@@ -125,7 +125,7 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def made(*args: Any, **kwargs: Any) -> Tensor:
         if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = _CPU
-        kwargs.pop("pin_memory", None)  # it speeds up copies to a device
+        kwargs.pop("pin_memory", None)  # without a device, there are no copies to speed up
         return make(*args, **kwargs)
 
     return made
@@ -133,7 +133,7 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @cache
 def _patch_tensor_methods() -> None:
-    """Patch methods of tensors, and two places in Megatron that need different behaviour on a CPU."""
+    """Patch methods of tensors, and two functions of Megatron that must behave differently on a CPU."""
     kind, move, module_move = Tensor.type, Tensor.cuda, torch.nn.Module.cuda
 
     def type_(self: Tensor, *args: Any, **kwargs: Any) -> Any:

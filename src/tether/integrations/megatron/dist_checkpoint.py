@@ -42,7 +42,7 @@ _DESCRIBED = (
     "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
     "MetadataIndex", "_MEM_FORMAT_ENCODING",
 )  # fmt: skip
-_MAX_NAMES = 3  # maximum number of tensors in an error
+_MAX_NAMES = 3  # maximum number of tensors in an error message
 StoredTensor = tuple[str, tuple[int, ...]]
 """Name of a stored tensor, and the indices of its first dimensions, which select layer and expert."""
 Span = tuple[int, int]
@@ -87,15 +87,15 @@ class DistCheckpoint:
         return split.read([_Rows(self, tensor, 0, rows)], rank, ranks)
 
     def check(self, hf_config: Any, role: str, hf_tensors: Mapping[str, Tensor]) -> None:
-        """Compare with the model that will load the weights, and check that the files exist.
+        """Check that the tensors match the model that will load them, and that the files exist.
 
         Args:
             hf_config: config of the model.
-            role: policy or critic, which decides on the output layer.
-            hf_tensors: the model's tensors under transformers' names, of which only the shapes are read.
+            role: policy or critic, which determines the output layer.
+            hf_tensors: the model's tensors under transformers' names; only their shapes are used.
 
         Raises:
-            ValueError: tensors are missing, unknown to the model or of another shape, or a file is missing.
+            ValueError: tensors are missing, unknown to the model or of a different shape, or a file is missing.
         """
         missing, expected = [], defaultdict[str, dict[tuple[int, ...], tuple[int, ...]]](dict)
         for mapping in tensor_mappings(hf_config, role, has_value_bias(hf_config)):
@@ -216,7 +216,7 @@ class _Rows:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads the locations of tensors, without executing code that a file names."""
+    """Unpickles the locations of tensors, without executing code that a file refers to."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == stored.__name__ and name in _DESCRIBED:
@@ -237,7 +237,7 @@ class _Other:
 
 
 def _latest_iteration(folder: Path) -> Path:
-    """Return the folder of the latest iteration, if Megatron-LM created one for each."""
+    """Return the folder of the latest iteration, if Megatron-LM created one per iteration; otherwise the folder."""
     latest = folder / _LATEST
     if not latest.is_file():
         return folder
@@ -285,7 +285,7 @@ def _candidates(name: str, mapping: TensorMapping) -> list[StoredTensor]:
 
 
 def _expected_shape(mapping: TensorMapping, hf_tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Return the shape of a full tensor of Megatron, which concatenates the rows of those of transformers."""
+    """Return the shape of a full tensor of Megatron, which concatenates the rows of transformers' tensors."""
     shapes = [hf_tensors[name].shape for name in mapping.hf_names]
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 

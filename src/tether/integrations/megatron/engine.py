@@ -1,9 +1,9 @@
-"""A model with tensor, pipeline, expert and context parallelism (Megatron-core), and its updates.
+"""The training engine of models with tensor, pipeline, expert and context parallelism (Megatron-core).
 
-Ranks of a replica of the model get the same rows; micro-batches go through the pipeline by Megatron's schedules. All
-ranks of the last stage compute the same loss, from log-probs over the sharded vocabulary. Gradients are summed over
-micro-batches and replicas, never averaged, since the denominators of a loss are those of the whole mini-batch. AdamW is
-that of the other engines (`megatron_shards`), so that a checkpoint does not depend on engine or layout.
+All ranks of a replica of the model get the same rows; micro-batches go through the pipeline by Megatron's schedules.
+All ranks of the last stage compute the same loss, from log-probs over the sharded vocabulary. Gradients are summed over
+micro-batches and replicas, never averaged, because the denominators of a loss are those of the full mini-batch. AdamW
+is the same as in other engines (`shards`), so a checkpoint does not depend on engine or layout.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """The parallelism of a model and the devices of its shards, which affect memory and speed, never the result."""
+    """The parallelism of a model and the devices of its shards, which affect memory and speed, but not the result."""
 
     layout: MegatronLayout = field(default_factory=MegatronLayout)
     overrides: Mapping[str, object] = field(default_factory=dict)
     """Entries of Megatron's TransformerConfig."""
     distributed_optimizer: bool = True
-    """Whether the replicas split the optimizer's state."""
+    """Whether the optimizer's state is split over the replicas."""
     weights_rest_on_host: bool = False
     """Whether weights are moved to the CPU while the model does not run."""
     gradients_rest: bool = False
@@ -77,18 +77,18 @@ class MegatronOptions:
 class MegatronEngine(RanksEngine[Outputs]):
     """The engine of one rank for a model that is sharded over many; every method is collective.
 
-    `infer` and `learn` take the rows of this rank's replica and return outputs on the ranks in `speakers`.
+    `infer` and `learn` take the rows of this rank's replica, and return outputs on the ranks in `speakers` only.
 
     Args:
         empty: the transformers model on the meta device, for its class, config and names.
         micro: limits of a replica's forward and backward pass.
         optimizer: None for a model that is not trained.
         weights: a folder of safetensors, a Megatron checkpoint, or tensors by the names of `empty`.
-        adapter: values of the LoRA adapters that `empty` has, and of a critic's head if they come with one.
+        adapter: values of the LoRA adapters of `empty`, and of a critic's head if it is saved with them.
         device: the rank's device.
-        role: which head the backbone has.
-        options: how the ranks share the model.
-        compute_dtype: dtype of forward and backward.
+        role: determines the head of the model.
+        options: how ranks share the model.
+        compute_dtype: dtype of forward and backward pass.
         base_options: further arguments of `AutogradEngine`.
     """
 
@@ -127,7 +127,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         every = from_all(self.place())
         self.speakers = [[place == (replica, True) for place in every].index(True) for replica in range(_replicas())]
         config = self.megatron.config
-        config.calculate_per_token_loss = True  # sums, where Megatron would average over micro-batches and replicas
+        config.calculate_per_token_loss = True  # sum instead of averaging over micro-batches and replicas
         config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(chunks)
         self._router_coefficients = {name: getattr(config, name) for name in ROUTER_LOSSES if getattr(config, name)}
         self._chunks: list[Any] = self.megatron.chunks
@@ -151,14 +151,14 @@ class MegatronEngine(RanksEngine[Outputs]):
         self._move_to_rest()
 
     def place(self) -> tuple[int, bool]:
-        """Return the replica of this rank, and whether this rank is the one of the replica that has the outputs."""
+        """Return the replica of this rank, and whether this rank returns the outputs of the replica."""
         shard_ranks = (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank())
         ends = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         return parallel_state.get_data_parallel_rank(), bool(ends and shard_ranks == (0, 0))
 
     def frozen(self, micro: MicroBatching) -> MegatronEngine[Outputs]:
-        """Return an engine with the same weights that is not trained: the reference is the policy with its adapters
-        off."""
+        """Return an engine with the same weights that is not trained, for a reference that is the policy without its
+        adapters."""
         twin = copy.copy(self)
         twin.micro = twin.infer_micro = micro
         twin.optimizer, twin._during = None, adapters_off
@@ -169,7 +169,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         return describe(self._options.layout)
 
     def infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs]) -> Outputs:
-        """Run a forward pass; the result is None on ranks that are not in `speakers`."""
+        """Run a forward pass; return None on ranks that are not in `speakers`."""
         with self._on_device():
             return self._infer(batch, forward, self.infer_micro)  # type: ignore[return-value]
 
@@ -242,13 +242,13 @@ class MegatronEngine(RanksEngine[Outputs]):
         """Run micro-batches through all stages, forward and backward.
 
         Args:
-            forward: the forward to compute for each.
+            forward: computes the outputs of a micro-batch.
             micros: the micro-batches of this replica.
             on_outputs: called on the last stage with a micro-batch's index, rows and outputs; returns the loss.
-            forward_only: computes no gradients.
+            forward_only: whether to omit the backward pass.
 
         Returns:
-            The experts of each micro-batch's rows, if the forward records them.
+            The experts of the rows of each micro-batch, if the forward records them.
         """
         experts: Experts = getattr(forward, "experts", "chosen")
         count, rounds = len(micros), self._rounds(len(micros))
@@ -287,7 +287,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         ]
 
     def _by_row(self, rows: TokenRows, choice: ExpertChoice | None) -> Tensor:
-        """Return the experts [B, W, L, k] of rows, combined from ranks that have some layers, or some tokens, each."""
+        """Return the experts [B, W, L, k] of rows, gathered from all ranks, which have some layers or tokens each."""
         assert choice is not None
         config, tokens = self.megatron.config, rows.input_ids.numel()
         local = rows.by_row(choice.recorded(tokens, config.num_layers, config.moe_router_topk, self._device))
@@ -300,8 +300,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         return rows if zig_zag is None else rows.select(zig_zag.indices, zig_zag, SequenceRanks(zig_zag.group))
 
     def _average_router_losses(self, tokens: int) -> None:
-        """Divide the routers' loss coefficients by the tokens of the mini-batch on all replicas, since losses are
-        sums."""
+        """Divide the coefficients of router losses, which are sums, by the tokens of the mini-batch on all replicas."""
         total = torch.tensor(tokens, device=self._device)
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
         for name, coefficients in self._router_coefficients.items():
@@ -335,7 +334,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         return norm
 
     def _counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank's copy of a parameter is the one that is counted in the gradient's norm."""
+        """Whether the gradient norm includes this rank's copy of a parameter; replicated ones are counted once."""
         if dist.get_rank(_holders(parameter)) > 0 or not param_is_not_shared(parameter):
             return False
         if parameter in self._split:
@@ -358,15 +357,15 @@ class MegatronEngine(RanksEngine[Outputs]):
             yield from self._gathered()
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of `export` on all ranks in step, on the CPU of rank 0."""
+        """Yield the tensors of `export`, on the CPU of rank 0; all ranks must iterate together."""
         first = dist.get_rank() == 0
         return ((name, value.cpu() if first else value) for name, value in self._exported())
 
     def begin_saving(self, share: Path, name: str, with_state: bool = True) -> None:
-        """Copy what this rank has to write and start writing it, as `FsdpEngine.begin_saving` does."""
+        """Copy the tensors that this rank writes and start writing them, as `FsdpEngine.begin_saving` does."""
         assert self._save, "a frozen model is not saved"
         save, names = self._save, self._mine | self._buffers
-        if self.megatron.adapters and dist.get_rank() == 0:  # which also writes all adapters separately
+        if self.megatron.adapters and dist.get_rank() == 0:  # rank 0 also writes the adapters separately
             names |= set(self._trained_names)
         model = self._model_of(self._named(_master, names))
         moments, state = (self._my_moments(), self._my_state()) if with_state else ({}, {})
@@ -389,12 +388,12 @@ class MegatronEngine(RanksEngine[Outputs]):
 
     def _model_of(self, named: Mapping[str, Tensor]) -> PreTrainedModel:
         model = with_weights(self._empty, [named.get(name, p) for name, p in self._empty.named_parameters()])
-        for name in self._buffers:  # saved ones, such as the correction of DeepSeek's routers
+        for name in self._buffers:  # persistent ones, such as the correction bias of DeepSeek's routers
             model.get_buffer(name).copy_(named[name])
         return model
 
     def _my_moments(self) -> dict[int, dict[str, Tensor]]:
-        """Return the moments of the weights that this rank writes, by their indices among those that are trained."""
+        """Return AdamW's moments of the weights that this rank writes, by their index among the trained weights."""
         assert self.optimizer
         if not any(from_all(bool(self.optimizer.state))):
             return {}
@@ -421,8 +420,10 @@ class MegatronEngine(RanksEngine[Outputs]):
     def _named(
         self, values: Callable[[Shard], Tensor], names: Collection[str], *, trained: bool = False
     ) -> dict[str, Tensor]:
-        """Return full tensors of one value per element of each master, for some names, copied to the CPU in at least
-        float32; frozen weights have no master."""
+        """Return name -> full tensor with one value per element of the master, on the CPU in at least float32.
+
+        Only tensors in `names` are returned; frozen weights have no master.
+        """
         with self._on_device():
             tensors = self.shards.full_tensors(lambda shard: values(shard).to(self._device))
             with self.shards.holding(tensors):
@@ -433,7 +434,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         return fused(self.megatron.export(trained=trained), experts_of(self._empty.config) or 0)
 
     def load_state(self, file: Path) -> int:
-        """Load this rank's shards of a state that any engine and layout saved, and return its `version`."""
+        """Load this rank's shards of a state, which any engine and layout may have saved, and return its `version`."""
         assert self.optimizer
         with reading(file, ANOTHER_CHECKPOINT):
             state = load_state(file, mapped=True)
@@ -476,7 +477,7 @@ class MegatronEngine(RanksEngine[Outputs]):
 
     @contextmanager
     def _on_device(self, *, training: bool = False) -> Iterator[None]:
-        """Move weights, and for training gradients and optimizer state, to the rank's device within the context."""
+        """Move weights, and for training gradients and optimizer state, to the rank's device inside the context."""
         self._move(self._device, training=training)
         try:
             yield
@@ -519,7 +520,7 @@ def _holders(parameter: nn.Parameter) -> Any:
 
 
 def split_parameters(chunk: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that tensor-parallel ranks have shards of; the others are the same on all."""
+    """Yield the parameters that are sharded over tensor-parallel ranks; others are replicated."""
     for module in chunk.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | StatesHead):
             if module.weight is not None:

@@ -1,4 +1,4 @@
-"""The models of transformers that Megatron supports, and their configs in Megatron's terms."""
+"""The transformers models that are supported with Megatron, and the conversion of their configs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNFIT = {
     "moe_expert_capacity_factor": "drops tokens, by what else is in their micro-batch",
     "moe_router_load_balancing_type": "sinkhorn chooses experts by what else is in the micro-batch",
 }
-"""Entries that make a gradient depend on chance or on micro-batches; the last one only for sinkhorn."""
+"""Entries that make gradients depend on chance or on micro-batches; the last one only with sinkhorn."""
 _FLAG, _COUNT, _NUMBERS, _NAMES = "true or false", "a whole number above 0", "a number or a list of them", "a list"
 ADJUSTABLE: dict[str, str | tuple[str, ...]] = {
     "recompute_granularity": ("full", "selective"),
@@ -56,8 +56,8 @@ ADJUSTABLE: dict[str, str | tuple[str, ...]] = {
         _FLAG,
     ),
 }  # fmt: skip
-"""Entries that change memory, speed and rounding, or the losses of routers, with their type or choices (one of them, or
-a list). Other entries change what the model computes, or were never tested."""
+"""Entries that affect memory, speed and rounding, or the losses of routers, with their type or choices (one of them, or
+a list). Other entries change what the model computes, or are untested."""
 
 
 def check_family(hf_config: Any) -> None:
@@ -76,7 +76,7 @@ def check_family(hf_config: Any) -> None:
     biases = [(entry, getattr(hf_config, entry, False)) for entry in ("attention_bias", "mlp_bias")]
     for entry, value, refused in (
         ("hidden_act", hf_config.hidden_act, hf_config.hidden_act != "silu"),
-        ("rope_type", rope, rope in ("dynamic", "longrope")),  # their angles depend on the length of a sequence
+        ("rope_type", rope, rope in ("dynamic", "longrope")),  # their angles depend on the sequence length
         *((entry, bias, bias) for entry, bias in biases),
         *(_deepseek_refusals(hf_config) if hf_config.model_type == "deepseek_v3" else ()),
     ):
@@ -87,7 +87,7 @@ def check_family(hf_config: Any) -> None:
 def transformer_config(
     hf_config: Any, layout: MegatronLayout, dtype: torch.dtype, overrides: Mapping[str, object]
 ) -> TransformerConfig:
-    """Return the config of a model in Megatron's terms.
+    """Return Megatron's config for a model.
 
     Args:
         hf_config: config of a family that `check_family` accepts.
@@ -127,13 +127,13 @@ def expert_layers(hf_config: Any) -> list[bool]:
 
 
 def _deepseek_refusals(hf_config: Any) -> Iterator[tuple[str, object, bool]]:
-    """Yield entries with their values, and whether Megatron's router and rotation do not support them."""
+    """Yield entries of the config with their values, and whether they are unsupported by Megatron."""
     yield "rope_interleave", hf_config.rope_interleave, not hf_config.rope_interleave
     normed = bool(hf_config.norm_topk_prob)
     yield "norm_topk_prob", normed, not normed
     top_k, groups = hf_config.num_experts_per_tok, hf_config.topk_group
-    yield "num_experts_per_tok", top_k, top_k < 2  # the weight of a single expert is not normalised
-    # Megatron scores a group by as many experts as are chosen from it, transformers by two.
+    yield "num_experts_per_tok", top_k, top_k < 2  # Megatron does not normalise the weight of a single expert
+    # Megatron scores a group by as many experts as are chosen from it, transformers by its best two.
     yield "topk_group", groups, hf_config.n_group > 1 and top_k // groups != 2
 
 
@@ -173,10 +173,10 @@ def _common(hf_config: Any, layout: MegatronLayout, dtype: torch.dtype) -> dict[
         "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,  # weights are loaded
-        "moe_token_dispatcher_type": "alltoall",  # all others refuse variable lengths, even where nothing is dispatched
+        "moe_token_dispatcher_type": "alltoall",  # others refuse variable lengths, even if nothing is dispatched
         "variable_seq_lengths": True,  # micro-batches are packed to different lengths
-        # In one exchange with a single neighbour, which is both the next and the previous stage, Megatron confuses the
-        # two directions. With interleaved stages, each direction has its own exchange.
+        # With two stages, the next and the previous one are the same rank, and Megatron confuses both directions of an
+        # exchange. With interleaved stages, each direction has its own exchange.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": torch.cuda.is_available() and not interleaved,
         "deallocate_pipeline_outputs": torch.cuda.is_available(),
@@ -227,7 +227,7 @@ def _qwen3_moe(hf_config: Any) -> dict[str, Any]:
 
 
 def _softmax_router(hf_config: Any) -> dict[str, Any]:
-    """Return the router options: a softmax over the chosen experts equals a renormalised softmax over all."""
+    """Return the router options. A softmax over the chosen experts equals a renormalised softmax over all experts."""
     return {"moe_router_pre_softmax": not hf_config.norm_topk_prob}
 
 
@@ -262,7 +262,7 @@ FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "qwen3_moe": _qwen3_moe,
     "deepseek_v3": _deepseek_v3,
 }
-"""transformers' model_type -> entries that its family adds to Megatron's config."""
+"""transformers' model_type -> function that returns the additional entries of Megatron's config."""
 
 
 def _attention_options(hf_config: Any) -> AttentionOptions:

@@ -1,4 +1,4 @@
-"""Reads weights from the safetensors of a model's directory, of which each rank reads only its slices."""
+"""Reads weights from the safetensors of a model's directory; each rank reads only its slices."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class WeightFiles:
     """The tensors of a directory by name; a context manager that keeps the files open."""
 
     def __init__(self, folder: Path) -> None:
-        """Find out which file has which tensor.
+        """Open the files of a directory, and locate their tensors.
 
         Raises:
             ValueError: the directory has no safetensors, or they cannot be read.

@@ -18,9 +18,9 @@ def start(layout: MegatronLayout) -> None:
     """Create the groups; a second call with the same layout has no effect.
 
     Raises:
-        ValueError: groups of another layout exist: Megatron supports one set per process.
+        ValueError: groups of a different layout exist; Megatron supports one set per process.
     """
-    # These do not affect the groups.
+    # These fields do not affect the groups.
     layout = replace(layout, sequence_parallel=False, first_stage_layers=None, last_stage_layers=None)
     if _started:
         if _started[0] != layout:
@@ -39,6 +39,6 @@ def start(layout: MegatronLayout) -> None:
         expert_tensor_parallel_size=layout.expert_tensor,
     )
     if torch.cuda.is_available():
-        # Recomputation forks its states, from which nothing is drawn.
+        # Recomputation requires these generator states, although nothing is drawn from them.
         tensor_parallel.model_parallel_cuda_manual_seed(0)
     _started.append(layout)

@@ -1,8 +1,8 @@
 """Outputs of the last stage from hidden states: log-probabilities over a sharded vocabulary, or values.
 
 Megatron's output layer would compute the logits of all tokens. `StatesHead` replaces it and returns the hidden states,
-so that logits are computed only for the predicted tokens, in chunks, and each rank computes those of its shard of the
-vocabulary (`tether.text.models.output.token_log_probs`).
+so that logits are computed in chunks and for the predicted tokens only, by each rank for its shard of the vocabulary
+(`tether.text.models.output.token_log_probs`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class StatesHead(nn.Module):
-    """Replacement for a policy's output layer: has its weight, and returns the hidden states."""
+    """Replaces a policy's output layer: stores its weight, and returns the hidden states."""
 
     def __init__(self, output_layer: nn.Module, sequence_parallel: bool) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class StatesHead(nn.Module):
         self.sequence_parallel = sequence_parallel
 
     def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
-        """Return the states of all tensor-parallel ranks for [N, 1, E] of this rank; their gradients are summed."""
+        """Gather the states [N, 1, E] of all tensor-parallel ranks; their gradients are summed over ranks."""
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden), None
         return copy_to_tensor_model_parallel_region(hidden), None
@@ -43,14 +43,14 @@ class MegatronValueHead(nn.Module):
         self.sequence_parallel = sequence_parallel
 
     def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
-        """Return the states of all tensor-parallel ranks for [N, 1, E] of this rank; each gradient is already the full
-        one."""
+        """Gather the states [N, 1, E] of all tensor-parallel ranks; gradients are not summed, since each rank already
+        computes the full gradient."""
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False), None
         return hidden, None
 
     def values(self, states: Tensor) -> Tensor:
-        """Return values [N], in at least float32, of states [N, E]."""
+        """Return values [N] of states [N, E], in at least float32."""
         return nn.functional.linear(states.to(self.weight.dtype), self.weight, self.bias)[:, 0]
 
 

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: modules that Megatron's layers lack without Transformer Engine."""
+"""Modules of multi-head latent attention that Megatron lacks without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LATENT_EPS = 1e-6  # epsilon of the norms of latents, which transformers does n
 class KeyValueDown(nn.Module):
     """The projection to the latent of keys and values and to the shared rotary key, replicated on each rank.
 
-    Megatron's own layer splits the outputs and gathers them again. Each rank's heads read the rotary key, and the
-    gradient of other ranks' columns is lost in the backward pass. Here each rank projects its share of the tokens
-    (`tether.integrations.megatron.layout.check` requires sequence parallelism with tensor parallelism), as Megatron
-    does with Transformer Engine.
+    Megatron's layer splits the outputs over ranks and gathers them again. Since the heads of all ranks read the rotary
+    key, its backward pass loses the gradient of other ranks' columns. Here each rank projects its share of the tokens,
+    as Megatron does with Transformer Engine (`tether.integrations.megatron.layout.check` requires sequence parallelism
+    with tensor parallelism).
     """
 
     def __init__(self, like: nn.Module, config: Any) -> None:
@@ -29,7 +29,7 @@ class KeyValueDown(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """Return [N, 1, latent and rotary key] for [N, 1, E]."""
+        """Return the latent and the rotary key, [N, 1, latent + key], of hidden states [N, 1, E]."""
         return nn.functional.linear(hidden, self.weight), None
 
 
@@ -39,7 +39,7 @@ def finish_attention(attention: Any, hf_config: Any) -> None:
     scaled = attention.config.rope_type == "yarn"
     attention.rotary_pos_emb = Rotary(inverse_frequencies, latent=True, scale=scale if scaled else None)
     attention.linear_kv_down_proj = KeyValueDown(attention.linear_kv_down_proj, attention.config)
-    # Megatron 0.18 and later build no norm of a latent that Transformer Engine does not fuse with a projection.
+    # Since version 0.18, Megatron omits the norms of latents unless Transformer Engine fuses them with a projection.
     if attention.config.q_lora_rank:
         attention.q_layernorm = Norm(attention.config, attention.config.q_lora_rank, _LATENT_EPS)
     attention.kv_layernorm = Norm(attention.config, attention.config.kv_lora_rank, _LATENT_EPS)

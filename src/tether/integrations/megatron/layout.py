@@ -21,7 +21,7 @@ class MegatronLayout:
     tensor: int = 1
     pipeline: int = 1
     virtual_pipeline: int | None = None
-    """Chunks of the model on each pipeline rank, which are interleaved with those of the other ranks."""
+    """Chunks of the model per pipeline rank, interleaved over ranks."""
     context: int = 1
     """Ranks that share each sequence."""
     expert: int = 1
@@ -29,8 +29,7 @@ class MegatronLayout:
     expert_tensor: int | None = None
     """Ranks that share each expert; None: as `tensor`."""
     sequence_parallel: bool = False
-    """Whether each rank has only a slice of the tokens between the tensor-parallel products; effective with `tensor` >
-    1."""
+    """Whether each rank has only a slice of the tokens between tensor-parallel layers; effective with `tensor` > 1."""
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
 
@@ -41,7 +40,7 @@ class MegatronLayout:
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether tensor-parallel ranks have slices of the tokens."""
+        """Whether each tensor-parallel rank has only a slice of the tokens."""
         return self.sequence_parallel and self.tensor > 1
 
     def data(self, ranks: int) -> int:
@@ -52,7 +51,7 @@ class MegatronLayout:
         """Return the number of layers of each pipeline rank.
 
         Raises:
-            ValueError: they cannot be distributed; the message says why, without the key.
+            ValueError: the layers cannot be distributed; the message says why, without the key.
         """
         first, last, middle = self.first_stage_layers, self.last_stage_layers, self.pipeline
         remaining = layers
@@ -74,7 +73,7 @@ class MegatronLayout:
 
 
 def layout_of(sizes: MegatronConfig | RefMegatronConfig, section: str) -> MegatronLayout:
-    """Return the parallel layout of a model; `section` is the path of the section that has these sizes."""
+    """Return the parallel layout of a model; `section` is the path of the section with these sizes."""
     overrides, virtual_stages = sizes.override_transformer_config, sizes.virtual_pipeline_model_parallel_size
     return MegatronLayout(
         tensor=sizes.tensor_model_parallel_size,
@@ -128,7 +127,7 @@ def check(layout: MegatronLayout, hf_config: Any, ranks: int, key_prefix: str) -
 
 
 def check_adapters(rank: int, hf_config: Any, section: str) -> None:
-    """Refuse LoRA adapters of a model that is not dense, with or without a layout.
+    """Refuse LoRA adapters for a model that is not dense, whatever its layout is.
 
     Args:
         rank: rank of the adapters; 0: the model has none.
@@ -248,7 +247,7 @@ def _check_experts(layout: MegatronLayout, hf_config: Any, prefix: str) -> None:
 
 
 def _widths(hf_config: Any) -> list[tuple[int, str]]:
-    """Return further sizes that tensor parallelism splits, with their names."""
+    """Return further sizes that tensor parallelism must divide, with their names."""
     widths = [(int(hf_config.intermediate_size), "columns of the MLP")]
     if getattr(hf_config, "q_lora_rank", None):
         widths.append((int(hf_config.q_lora_rank), "columns of q_lora_rank"))

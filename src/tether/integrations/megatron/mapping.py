@@ -1,4 +1,4 @@
-"""The mapping between Megatron's tensors and the names that transformers saves them under."""
+"""The mapping between Megatron's tensors and transformers' tensor names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TensorMapping:
     """A tensor of Megatron, and the tensors of transformers that it contains."""
 
     name: str
-    """Name in its chunk of the model; with a `layer`, in that layer; with an `expert`, in that expert."""
+    """Name relative to the expert if there is an `expert`, else to the `layer`, else to the chunk of the model."""
     hf_names: tuple[str, ...]
     split: Split
     layer: int | None = None
@@ -26,7 +26,7 @@ class TensorMapping:
     expert: int | None = None
     """Index of the expert in its layer."""
     optional: bool = False
-    """Whether the tensor stays unchanged if the files lack it."""
+    """Whether files may lack the tensor, which then stays unchanged."""
 
 
 def tensor_mappings(hf_config: Any, role: str, value_bias: bool) -> Iterator[TensorMapping]:

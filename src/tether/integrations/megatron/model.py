@@ -1,4 +1,4 @@
-"""A transformers model in Megatron-core: building, loading, running and exporting it on all ranks of a layout."""
+"""A transformers model in Megatron-core: builds, loads, runs and exports it on all ranks of a layout."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class MegatronModel:
     chunks: list[GPTModel]
     """One per virtual stage."""
     adapters: MegatronAdapters | None = None
-    """The layers that have LoRA adapters, beside which all weights but a critic's head are frozen."""
+    """The layers with LoRA adapters. With adapters, all weights except a critic's head are frozen."""
 
     @property
     def has_head(self) -> bool:
@@ -73,20 +73,20 @@ class MegatronModel:
         counts: bool = True,
         choice: ExpertChoice | None = None,
     ) -> Tensor:
-        """Run the forward pass of one chunk, as Megatron's schedule expects it of ``forward_step_func``.
+        """Run the forward pass of one chunk, for the ``forward_step_func`` of Megatron's schedule.
 
         Megatron's schedule divides a loss by the number of micro-batches and multiplies it by the number of context
         ranks; its DistributedDataParallel averages over data and context ranks. So a loss that is a sum over all tokens
-        has to be multiplied by the number of micro-batches and of data-parallel replicas.
+        must be multiplied by the number of micro-batches and the number of data-parallel replicas.
 
         Args:
             chunk: one of `chunks`, or its wrapper (DistributedDataParallel).
             input_ids: [1, N] tokens, packed end to end.
             position_ids: [1, N] position of each token in its sequence.
             layout: which tokens attend to which.
-            counts: False leaves these tokens out of the router's losses.
+            counts: whether the router losses include these tokens.
             choice: replays or records the experts of the tokens in the layers of the chunk; -1 where this rank does not
-                know them.
+                have them.
 
         Returns:
             The input of the next stage; on the last stage the hidden states [N, E] before the head.
@@ -94,7 +94,7 @@ class MegatronModel:
         tokens = input_ids.shape[1]
         input_ids, position_ids, layout = self._filled(input_ids, position_ids, layout)
         padding = torch.arange(input_ids.shape[1], device=input_ids.device)[None] >= (tokens if counts else 0)
-        span = slice(None)  # of the tokens, where sequence parallelism splits them
+        span = slice(None)  # of this rank's tokens under sequence parallelism
         if self.layout.splits_tokens:
             each, rank = input_ids.shape[1] // self.layout.tensor, groups.get_tensor_model_parallel_rank()
             span = slice(rank * each, (rank + 1) * each)
@@ -116,7 +116,7 @@ class MegatronModel:
     def shared(self, packed: Packed) -> ZigZag | None:
         """Return the attention layout of this rank's tokens under context parallelism, or None without it.
 
-        `run` then takes the tokens and positions at the layout's `indices`, and returns their states.
+        With such a layout, `run` takes the tokens and positions at its `indices`, and returns their states.
         """
         if self.layout.context == 1:
             return None
@@ -133,10 +133,9 @@ class MegatronModel:
         with_entropy: bool = False,
         with_sum_pi_squared: bool = False,
     ) -> LogProbs:
-        """Return the log-probs of targets [M] from the states [M, E] before them, the same on each tensor-parallel
-        rank.
+        """Return the log-probs of targets [M] from the states [M, E] before them, equal on all tensor-parallel ranks.
 
-        No rank ever has the logits of the whole vocabulary. The arguments are those of
+        No rank computes the logits of the full vocabulary. Arguments as for
         `tether.text.models.output.token_log_probs`.
         """
         chunk = self.chunks[-1]
@@ -156,19 +155,19 @@ class MegatronModel:
         )
 
     def values(self, states: Tensor) -> Tensor:
-        """Return the values [M] of states [M, E], in at least float32, the same on each tensor-parallel rank."""
+        """Return the values [M] of states [M, E], in at least float32, equal on all tensor-parallel ranks."""
         head: MegatronValueHead = self.chunks[-1].output_layer
         return head.values(states)
 
     def load(self, source: Path | str | DistCheckpoint | Mapping[str, Tensor], *, trained: bool = False) -> None:
-        """Load this rank's slices from a source of whole tensors.
+        """Load this rank's slices of full tensors.
 
         Args:
             source: a folder in transformers' layout with safetensors, a Megatron checkpoint, or tensors by name.
-            trained: True loads trained parameters only, such as adapters by peft's names; False all but adapters.
+            trained: True: load trained parameters only, such as adapters under peft's names; False: all but adapters.
 
         Raises:
-            ValueError: there are no safetensors, or a tensor is missing or has another shape.
+            ValueError: there are no safetensors, or a tensor is missing or has a different shape.
         """
         source = Path(source) if isinstance(source, str) else source
         if trained and self.adapters and isinstance(source, Mapping):
@@ -176,19 +175,18 @@ class MegatronModel:
         load_weights(self._placed(), source, trained=trained)
 
     def export(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield each whole tensor, or each trained one, under transformers' name and shape, on each rank. Beside
-        adapters the names are those of peft.
+        """Yield the full tensors, all or only trained ones, on each rank, with transformers' names and shapes.
 
-        It is collective: all ranks have to iterate to the end.
+        With adapters, names are those of peft. All ranks must iterate to the end, because tensors are gathered.
         """
         exported = export_weights(self._placed(), trained=trained)
         return self.adapters.renamed(exported) if self.adapters else exported
 
     def insert_adapters(self, adapters: MegatronAdapters) -> None:
-        """Insert adapters without values into the frozen layers; a critic's head is trained beside them.
+        """Insert uninitialised adapters into the frozen layers, and make a critic's head trainable.
 
         Raises:
-            ValueError: a layer cannot have one.
+            ValueError: a layer does not support an adapter.
         """
         weights = list(self._placed().weights())
         adapters.check(weights)
@@ -203,7 +201,7 @@ class MegatronModel:
     def _filled(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
     ) -> tuple[Tensor, Tensor, AttentionLayout]:
-        """Pad with zeros where the tokens do not split evenly over tensor-parallel ranks, or where there are none."""
+        """Pad with zeros if tokens do not split evenly over tensor-parallel ranks, or if there are none."""
         tokens, ranks = input_ids.shape[1], self.layout.tensor if self.layout.splits_tokens else 1
         missing = -tokens % ranks if tokens else ranks
         if not missing:
@@ -222,21 +220,20 @@ def build(
     trainable: bool = True,
     adapters: MegatronAdapters | None = None,
 ) -> MegatronModel:
-    """Build this rank's shard of a model without loading its weights; call `tether.integrations.megatron.groups.start`
-    before.
+    """Build this rank's shard of a model without loading weights, after `tether.integrations.megatron.groups.start`.
 
     Args:
         hf_config: transformers' configuration.
         layout: sizes that passed `tether.integrations.megatron.layout.check`.
         role: a policy has the head of a language model, a critic one scalar in float32.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         overrides: entries of Megatron's config (``override_transformer_config``).
         trainable: False for a reference model.
-        adapters: the layers that get adapters to train in place of the weights.
+        adapters: layers whose adapters are trained instead of the weights.
 
     Raises:
-        ValueError: the model has no mapping, an override does not exist or is set elsewhere, or a layer cannot have an
-            adapter.
+        ValueError: the model has no mapping, an override does not exist or is set elsewhere, or a layer does not
+            support an adapter.
     """
     check_family(hf_config)
     config = transformer_config(hf_config, layout, dtype, overrides or {})
@@ -291,17 +288,17 @@ def _chunk(hf_config: Any, config: Any, role: Role, stage: int | None) -> GPTMod
 
 
 def _mark_experts(mlp: Any) -> None:
-    """Make the ranks with the same shard of an expert sum its gradients, also without expert parallelism.
+    """Make ranks with the same shard of an expert sum its gradients, also without expert parallelism.
 
-    Megatron sets this only with expert parallelism, and otherwise treats experts as replicated like other weights. That
-    is the same only where the expert tensor-parallel size equals the tensor-parallel size.
+    Without expert parallelism, Megatron treats experts as replicated like other weights, which is correct only if the
+    expert tensor-parallel size equals the tensor-parallel size.
     """
     for parameter in mlp.experts.parameters() if hasattr(mlp, "experts") else ():
         parameter.allreduce = False
 
 
 def _mask_padding(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Pass the padding mask to every layer: Megatron passes it only on the first pipeline stage."""
+    """Pass the padding mask to every layer; Megatron passes it on the first pipeline stage only."""
     packed: PackedTokens = kwargs["packed_seq_params"]
     padding, choice, router = packed.padding, packed.choice, getattr(layer.mlp, "router", None)
     if router is not None:
@@ -337,7 +334,7 @@ class _NoGradient:
 
 
 def _layers(config: Any, stage: int | None) -> Any:
-    """Return Megatron's spec of the layers of a stage, with tether's attention, norms and router."""
+    """Return Megatron's spec for the layers of a stage, with tether's attention, norms and router."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
     block.layer_norm = Norm
     for layer in block.layer_specs:
@@ -352,7 +349,7 @@ def _layers(config: Any, stage: int | None) -> Any:
 
 
 def _moe_submodules(mlp: Any) -> MoESubmodules | None:
-    """Return the submodules of a mixture of experts, which Megatron since 0.18 describes by a partial, before by a
+    """Return the submodules of a mixture of experts: in Megatron 0.18 and later those of a partial, before of a
     spec."""
     submodules = mlp.keywords.get("submodules") if isinstance(mlp, partial) else getattr(mlp, "submodules", None)
     return submodules if isinstance(submodules, MoESubmodules) else None

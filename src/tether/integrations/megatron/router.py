@@ -1,9 +1,9 @@
-"""Megatron's router of tokens to experts, with auxiliary losses in which each token counts once.
+"""Megatron's router of tokens to experts, with auxiliary losses that weight all tokens equally.
 
-Megatron scales the losses of a router by the number of tokens on a rank. Ranks that split the tokens of a micro-batch
-have unequal numbers of them, and some are padding. Here each loss is the mean over the tokens of a micro-batch times
-their number, and each rank adds the share of its tokens; the engine, which knows the tokens of all micro-batches,
-divides the coefficients by their number.
+Megatron scales the losses of a router by the number of tokens on a rank. But ranks that split the tokens of a
+micro-batch have different numbers of tokens, and some are padding. Here each loss is the mean over the tokens of a
+micro-batch times their number, and each rank adds the share of its tokens; the engine divides the coefficients by the
+number of tokens in all micro-batches.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from torch import Tensor
 
 
 class Router(TopKRouter):
-    """A router whose losses sum over tokens, and whose experts can be replayed or recorded.§§Legend: n = tokens of this
-    rank, X = experts, k = those of a token."""
+    """A router whose losses are sums over tokens, and whose experts can be replayed or recorded.
+
+    Legend: n = tokens of this rank, X = experts, k = experts per token.
+    """
 
     record: Callable[[Tensor], None] | None = None
     """Called with the experts [n, k] of each forward pass."""
@@ -62,10 +64,9 @@ class Router(TopKRouter):
         """Leave the expert bias as it was pretrained."""
 
     def _balanced(self, kind: str, probs: Tensor, scores: Tensor, chosen: Tensor, group: Any) -> Tensor:
-        """Add the auxiliary loss of scores [n, X] and choices [n, X] (Switch Transformer, arXiv:2101.03961, equation
-        4).
+        """Add the auxiliary loss of scores [n, X] and choices [n, X] (Switch Transformer, arXiv:2101.03961, eq. 4).
 
-        Both are zero for padding.
+        Scores and choices are zero for padding.
         """
         coefficient = self.get_aux_loss_coeff(kind)
         if not coefficient:
@@ -77,10 +78,10 @@ class Router(TopKRouter):
 
 
 def with_experts(padding: Tensor, experts: Tensor, num_experts: int) -> Tensor:
-    """Return a padding mask that also carries the experts a router has to choose.
+    """Return a padding mask that also contains the experts that a router must choose.
 
-    Megatron passes the mask to a router among the inputs of a layer, so a layer that is recomputed chooses the same
-    experts whatever ran in between.
+    Megatron passes the mask to a router as an input of its layer, so a recomputed layer chooses the same experts
+    whatever ran in between.
 
     Args:
         padding: [1, n] bool.
@@ -98,10 +99,10 @@ def with_experts(padding: Tensor, experts: Tensor, num_experts: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Replays and records experts in the place of Megatron's RouterReplay."""
+    """Replays and records experts, as a replacement for Megatron's RouterReplay."""
 
     experts: Tensor | None
-    """[n, X] bool: the experts of each token; a token without any leaves the choice to the router."""
+    """[n, X] bool: the experts of each token; the router chooses those of tokens without any."""
     record: Callable[[Tensor], None] | None
 
     def get_replay_topk(
@@ -124,6 +125,6 @@ class _Choice:
 
 
 def _with_loss(carrier: Tensor, loss: Tensor) -> Tensor:
-    """Return the tensor unchanged, with the loss added to its backward pass."""
+    """Return the tensor unchanged; its backward pass also computes the gradient of the loss."""
     carried: Tensor = MoEAuxLossAutoScaler.apply(carrier, loss)
     return carried

@@ -1,8 +1,8 @@
 """The shards of Megatron's model that AdamW updates: this rank's weights, or a slice of them.
 
 Each parameter of the rank has a master in at least float32: the parameter itself, or a copy if the model computes in a
-narrower dtype. The distributed optimizer (ZeRO-1) splits each master over the ranks that hold the same parameter; every
-rank updates its slice and gathers the others. AdamW works element by element, so that neither changes a bit.
+narrower dtype. The distributed optimizer (ZeRO-1) splits each master over the ranks that have the same parameter; every
+rank updates its slice and gathers the others. AdamW is elementwise, so splitting does not change a bit of the result.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class Shard:
 
     parameter: nn.Parameter
     group: Any
-    """The ranks that hold the same parameter."""
+    """The ranks that have the same parameter."""
     span: slice
     """The slice of the parameter's flattened elements."""
     master: nn.Parameter
-    """[elements of the span]; shares the parameter's memory unless its dtype is another."""
+    """[elements of the span]: shares the parameter's memory unless their dtypes differ."""
 
     @property
     def is_copy(self) -> bool:
-        """Whether the master has another dtype than the parameter."""
+        """Whether the master has a different dtype than the parameter, and separate memory."""
         return self.master.dtype != self.parameter.dtype
 
     def view_of(self, tensor: Tensor) -> Tensor:
@@ -43,8 +43,8 @@ class Shards:
     """The shards of this rank's parameters that its optimizer updates.
 
     Args:
-        parameters: the trained parameters, each with the group of ranks that hold the same one.
-        distributed: whether these ranks split the work.
+        parameters: the trained parameters, each with the group of ranks that have the same one.
+        distributed: whether the ranks of a group split the update.
     """
 
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, Any]], *, distributed: bool) -> None:
@@ -67,7 +67,7 @@ class Shards:
         return [shard.master for shard in self._shards]
 
     def take_gradients(self) -> None:
-        """Set each master's gradient to its slice of the sum in Megatron's ``main_grad``, as a view if dtypes match."""
+        """Set each master's gradient to its slice of Megatron's ``main_grad``, as a view if dtypes match."""
         for shard in self._shards:
             shard.master.grad = shard.view_of(main_grad(shard.parameter)).to(shard.master.dtype)
 
@@ -81,7 +81,7 @@ class Shards:
             self._gather([shard.parameter.data for shard in self._shards])
 
     def full_tensors(self, values: Callable[[Shard], Tensor]) -> list[Tensor]:
-        """Return a tensor of each parameter's shape, from one value per element of its master."""
+        """Return a tensor of each parameter's shape, given a tensor with one value per element of its master."""
         tensors = []
         for shard in self._shards:
             elements = values(shard)
@@ -94,7 +94,7 @@ class Shards:
 
     @contextmanager
     def holding(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Replace the model's parameters by other tensors of their shapes within the context."""
+        """Replace the model's parameters by tensors of the same shapes inside the context."""
         original = [shard.parameter.data for shard in self._shards]
         for shard, tensor in zip(self._shards, tensors, strict=True):
             shard.parameter.data = tensor
@@ -124,7 +124,7 @@ class Shards:
             if ranks == 1:
                 continue
             flat = [tensor.view(-1).split(-(-tensor.numel() // ranks)) for _, tensor in pairs]
-            # A rank's slices, concatenated; those shorter than the first rank's are padded.
+            # Each rank's slices are concatenated; slices shorter than the first rank's are padded.
             spans = [[slices[r] if r < len(slices) else slices[0][:0] for slices in flat] for r in range(ranks)]
             longest = sum(len(span) for span in spans[0])
             mine = nn.functional.pad(torch.cat(spans[rank]), (0, longest - sum(map(len, spans[rank]))))
@@ -137,13 +137,13 @@ class Shards:
 
 
 def main_grad(parameter: nn.Parameter) -> Tensor:
-    """Return the sum of gradients that Megatron accumulates for a parameter."""
+    """Return the gradient that Megatron accumulates for a parameter."""
     gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
     return gradient
 
 
 def _add_to_main_grad(parameter: Tensor) -> None:
-    """Accumulate as Megatron's own hook, which is lost when ``parameter.data`` changes its dtype or device."""
+    """Accumulate the gradient like Megatron's hook, which is lost when ``parameter.data`` changes dtype or device."""
     assert parameter.grad is not None
     parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
     parameter.grad = None

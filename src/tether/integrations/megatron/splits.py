@@ -1,6 +1,6 @@
-"""How Megatron's tensor-parallel ranks split the tensors of transformers: reading a shard, joining shards.
+"""How Megatron's tensor-parallel ranks split transformers' tensors: reads shards, and joins them.
 
-A shard is read as slices of the file, so that no rank ever loads more than it keeps.
+A shard is read as slices of the file, so that no rank loads more than its shard.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Slices(Protocol):
         ...
 
     def get_shape(self) -> list[int]:
-        """Return the shape of the whole tensor."""
+        """Return the shape of the full tensor."""
         ...
 
 
 class Split(Protocol):
-    """A mapping of one or several tensors of transformers to the shards of one of Megatron."""
+    """Maps one or several tensors of transformers to the shards of one tensor of Megatron."""
 
     def read(self, tensors: Sequence[Slices], rank: int, ranks: int) -> Tensor:
         """Return the shard of a rank."""
@@ -39,7 +39,7 @@ class Split(Protocol):
 
 @dataclass(frozen=True)
 class Replicated:
-    """The tensor, or several ones with their rows stacked, is the same on each rank."""
+    """Each rank has the full tensor, or several full tensors with their rows stacked."""
 
     count: int = 1
 
@@ -85,9 +85,9 @@ class GateUp:
 
 @dataclass(frozen=True)
 class QueryKeyValue:
-    """Query heads are followed by the key head that they share and by its value head; ranks get equal shares.
+    """For each key head, the query heads that share it are followed by the key head and its value head.
 
-    With fewer key heads than ranks, several ranks split what belongs to one key head.
+    Ranks get equal shares. With fewer key heads than ranks, several ranks split the group of one key head.
     """
 
     heads: int

@@ -1,4 +1,4 @@
-"""Loading weights into the ranks of a Megatron model and exporting them, under transformers' names."""
+"""Loads weights into the ranks of a Megatron model and exports them, under transformers' names."""
 
 from __future__ import annotations
 
@@ -43,12 +43,11 @@ class Placed:
         return self.role == "policy" and bool(self.hf_config.tie_word_embeddings)
 
     def weights(self) -> Iterator[TensorMapping]:
-        """Yield the mappings of all tensors of the whole model without adapters."""
+        """Yield the mappings of all tensors of the full model without adapters."""
         return tensor_mappings(self.hf_config, self.role, has_value_bias(self.hf_config))
 
     def mappings(self, *, trained: bool = False) -> Iterator[TensorMapping]:
-        """Yield the mappings of all tensors of the whole model, or of those that are trained: beside adapters, a
-        critic's head."""
+        """Yield the mappings of all tensors of the full model, or of trained ones (adapters and a critic's head)."""
         for mapping in self.weights():
             if not (trained and self.adapters) or (self.role == "critic" and mapping.name.startswith("output_layer")):
                 yield mapping
@@ -66,17 +65,17 @@ def load_weights(model: Placed, source: Path | DistCheckpoint | Mapping[str, Ten
             if is_local and not (mapping.optional and not files.has(mapping)):
                 _fill(local[key], mapping, files)
             if model.tied and mapping.name.startswith("embedding") and _HEAD in local:
-                _fill(local[_HEAD], mapping, files)  # the last stage has a copy
+                _fill(local[_HEAD], mapping, files)  # the last stage has a copy of the embedding
 
 
 def export_weights(model: Placed, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors on each rank, as `tether.integrations.megatron.model.MegatronModel.export` describes."""
+    """Yield full tensors on each rank, as `tether.integrations.megatron.model.MegatronModel.export` describes."""
     local = _local_tensors(model)
     owners = _owners(local)
     for mapping in model.mappings(trained=trained):
         expert_rank, key = _locate(model, mapping)
         if mapping.expert is not None and expert_rank > 0:
-            continue  # was exported with the expert of the first rank
+            continue  # exported together with the expert of the first rank
         owner, shape, dtype = owners[key]
         shard = local[key].detach().contiguous() if key in local else torch.empty(shape, dtype=dtype, device=_device())
         _broadcast(shard, owner, groups.get_pipeline_model_parallel_group())
@@ -104,7 +103,7 @@ def _local_tensors(model: Placed, *, buffers: bool = True) -> dict[TensorKey, Te
 
 
 def _owners(local: dict[TensorKey, Tensor]) -> dict[TensorKey, tuple[int, torch.Size, torch.dtype]]:
-    """Return, for each tensor, the first pipeline rank that has it, and the shape and dtype of a shard."""
+    """Return for each tensor the first pipeline rank that has it, and the shape and dtype of a shard."""
     group = groups.get_pipeline_model_parallel_group()
     stages: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(stages, {key: (tensor.shape, tensor.dtype) for key, tensor in local.items()}, group=group)
@@ -112,7 +111,7 @@ def _owners(local: dict[TensorKey, Tensor]) -> dict[TensorKey, tuple[int, torch.
 
 
 def _locate(model: Placed, mapping: TensorMapping) -> tuple[int, TensorKey]:
-    """Return the expert-parallel rank that has a tensor (0 if it is no expert's), and its key on that rank."""
+    """Return the expert-parallel rank that has a tensor (0 if it is not an expert's), and its key on that rank."""
     if mapping.expert is None:
         return 0, (mapping.name, mapping.layer, None)
     each = (experts_of(model.hf_config) or 0) // model.layout.expert

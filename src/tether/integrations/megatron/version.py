@@ -1,4 +1,4 @@
-"""The versions of Megatron-core that tether was tested with."""
+"""The versions of Megatron-core with which tether was tested."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from importlib.util import find_spec
 from packaging.version import Version
 
 TESTED = ("0.16.1", "0.19.2")
-"""The first one is the last version that runs on Python 3.11."""
+"""Tested versions; the first one is the last that runs on Python 3.11."""
 _log = logging.getLogger(__name__)
 
 
 def check_version() -> None:
-    """Refuse a version older than those of `TESTED`, and warn of another one that is not among them.
+    """Refuse a version older than those in `TESTED`, and warn about any other untested version.
 
     Raises:
         ValueError: the version is too old, or a package that it imports is missing.

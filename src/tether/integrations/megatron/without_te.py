@@ -1,4 +1,4 @@
-"""Three places where Megatron wrongly assumes that Transformer Engine is installed."""
+"""Fixes for three places where Megatron wrongly assumes that Transformer Engine is installed."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ _corrected: list[type] = []
 
 
 def correct() -> None:
-    """Make Megatron see that Transformer Engine is not installed; does nothing if it is."""
+    """Apply the fixes, unless Transformer Engine is installed."""
     if HAS_TRANSFORMER_ENGINE:
         return
     if not hasattr(_ROUTER, "te_general_gemm"):
         _ROUTER.te_general_gemm = None  # type: ignore[attr-defined]
     _LATENT.HAVE_TE = False  # type: ignore[attr-defined]
-    kind = recomputation.CheckpointWithoutOutput  # of norms and activations (recompute_modules)
+    kind = recomputation.CheckpointWithoutOutput  # recomputes norms and activations (recompute_modules)
     if kind not in _corrected:
         kind.__init__ = _without_float8(kind.__init__)
         _corrected.append(kind)
 
 
 def _without_float8(init: Any) -> Any:
-    """Wrap an initialiser that compares a flag with None where it is False, and then asks Transformer Engine for its
-    state."""
+    """Wrap an ``__init__`` so that it sets ``fp8`` to False.
+
+    Megatron sets it by comparing a flag, which is False, with None, and would then request state from Transformer
+    Engine.
+    """
 
     @wraps(init)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:

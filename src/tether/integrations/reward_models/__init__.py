@@ -1,1 +1,1 @@
-"""Training of reward models from pairs of answers, of which one was preferred."""
+"""Training of reward models on pairs of responses, of which one is preferred."""

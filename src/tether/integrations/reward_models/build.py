@@ -1,4 +1,4 @@
-"""Builds the training of a reward model on pairs."""
+"""Builds the training of a reward model on preference pairs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RewardTrainingOptions:
     """Settings of reward model training."""
 
     lr: float = 1e-5
-    """Learning rate of AdamW, with a warm-up over 3% of the steps and a cosine decay to 0."""
+    """Peak learning rate of AdamW, with warm-up over 3% of the steps and cosine decay to 0."""
     weight_decay: float = 0.0
     epochs: int = 1
     batch_size: int = 64
@@ -46,7 +46,7 @@ class RewardTrainingOptions:
     max_length: int | None = None
     """Maximum tokens of prompt and response; None: the model's maximum."""
     held_out: float = 0.1
-    """Share of the prompts for measuring accuracy."""
+    """Share of the prompts that is held out to measure accuracy."""
     seed: int = 1
     device: str = "auto"
     gradient_checkpointing: bool = False
@@ -80,7 +80,7 @@ def build_reward_training(
     seed_rng(options.seed)
     classifier = new_reward_model(trained or path, dtype=torch.float32)
     config = classifier.config
-    check_vocabulary(f"--model={model}", config, tokenizer, "its tokenizer")  # as a run with this reward model does
+    check_vocabulary(f"--model={model}", config, tokenizer, "its tokenizer")  # as runs with this reward model check it
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id
     length = _length(options.max_length, getattr(config.get_text_config(), "max_position_embeddings", None))

@@ -1,4 +1,4 @@
-"""`tether rm`: training of a reward model. Heavy modules are imported inside, so that help is instant."""
+"""`tether rm`: trains a reward model. Large modules are imported inside functions, so that help is instant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tether.integrations.reward_models.build import RewardTrainingOptions
 
 _DATE = "the date of the first start"
-"""Key of that date in the identity of a checkpoint, because chat templates may contain the date."""
+"""Key of the date in the identity of a checkpoint; chat templates may contain the date."""
 
 rm_app = typer.Typer(name="rm", help="Train a reward model.", no_args_is_help=True)
 
@@ -85,7 +85,7 @@ def train_reward_model(
 ) -> list[float]:
     """Train a reward model, and write it with its metrics to a Hugging Face directory once it is complete.
 
-    An interrupted training resumes from its last checkpoint with bitwise the same result.
+    An interrupted training resumes from its last checkpoint, with a bitwise equal result.
 
     Args:
         model: a causal LM or a reward model.
@@ -98,8 +98,8 @@ def train_reward_model(
         Held-out accuracy before the first step and after each epoch.
 
     Raises:
-        ValueError: pairs are not usable, the model cannot be trained, an interrupted training had other arguments, or
-            the model diverged.
+        ValueError: pairs are not usable, the model cannot be trained, an interrupted training had different arguments,
+            or the model diverged.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -183,7 +183,7 @@ def train_reward_model(
 
 
 class _Best:
-    """Keeps the weights with the best held-out accuracy after an epoch, in a folder named by their step.
+    """Stores the weights with the best held-out accuracy after an epoch, in a folder named by their step.
 
     Args:
         work: folder of the training.
@@ -205,7 +205,7 @@ class _Best:
         shutil.rmtree(self._work / f"best-{step}", ignore_errors=True)
         partial.rename(self._work / f"best-{step}")
         for other, folder in before.items():
-            if other != step:  # a later step belongs to an interrupted training, which repeats it
+            if other != step:  # a later step is of the interrupted training, which repeats it
                 shutil.rmtree(folder)
 
     def result(self) -> tuple[int, Path]:
@@ -214,13 +214,13 @@ class _Best:
         return best
 
     def clear(self) -> None:
-        """Remove the folders of a killed training."""
+        """Remove the folders of an interrupted training."""
         for folder in self._folders().values():
             shutil.rmtree(folder)
 
     @property
     def is_complete(self) -> bool:
-        """Return whether a training was completed: the metrics, which are copied last, are in its folder."""
+        """Return whether a training is complete: the metrics, which are copied last, are in its folder."""
         return any(self._work.glob("best-*/metrics.jsonl"))
 
     def _folders(self) -> dict[int, Path]:
@@ -252,20 +252,20 @@ def _move(folder: Path, out: Path) -> None:
 
 
 def _identity(model: str, pairs: list[str], options: RewardTrainingOptions) -> dict[str, str]:
-    """Return everything that the result depends on, by option."""
+    """Return option -> value for everything that affects the result."""
     from tether.checkpoints import sha256_of
     from tether.text.data.location import expand
 
     free = ("micro_batch_size", "gradient_checkpointing", "device")
     chosen = {f"--{key.replace('_', '-')}": str(value) for key, value in asdict(options).items() if key not in free}
     names = (Path(name) for spec in pairs for name in expand(spec))
-    files = [file for file in names if file.is_file()]  # `load_pairs` reports the others
+    files = [file for file in names if file.is_file()]  # `load_pairs` reports missing ones
     hashes = {f"the file {path}": digest for path, digest in zip(files, sha256_of(files), strict=True)}
     return {"--model": model, "the files": " ".join(pairs)} | hashes | chosen
 
 
 def _check_same(start: Path, identity: Mapping[str, str]) -> dict[str, str]:
-    """Return the identity of an interrupted training, after a check that the arguments are the same."""
+    """Check that the arguments are those of an interrupted training, and return its identity."""
     from tether.runtime.disk import read_json
 
     previous: dict[str, str] = read_json(start / "identity.json", dict, "Delete the folder to begin again")

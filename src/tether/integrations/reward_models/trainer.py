@@ -1,4 +1,4 @@
-"""Training data of a reward model, which are pairs of token ids, and its accuracy on held-out pairs."""
+"""The training batches of a reward model, which are pairs of token ids, and its accuracy on held-out pairs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def preference_batch(
     default.
 
     Raises:
-        ValueError: pairs that are too long, without tokens, or with equal sides; names up to ten by file and row.
+        ValueError: pairs are too long, have no tokens or have equal sides; the message names up to ten by file and row.
     """
     rows, margins, problems = [], [], []
     with Waiting("preparing pairs", len(pairs), Screen(stderr=True), late=True) as waiting:
@@ -74,10 +74,10 @@ def preference_batch(
 
 
 def preference_accuracy(outputs: PairOutputs, batch: TrainBatch) -> dict[str, float]:
-    """Return the share of pairs whose chosen side has the higher score, as a metric.
+    """Return the metric of the share of pairs whose chosen side has the higher score.
 
     Raises:
-        ValueError: a score is not finite, so that the model is unusable.
+        ValueError: a score is not finite, so the model is unusable.
     """
     if not (outputs.chosen.isfinite().all() and outputs.rejected.isfinite().all()):
         raise ValueError(f"the scores of held-out pairs are not finite, so {_UNUSABLE}")
@@ -90,7 +90,7 @@ def beats_chance(accuracy: float, pairs: int) -> bool:
 
 
 def until_unusable(steps: Iterable[tuple[int, dict[str, float]]]) -> Iterator[tuple[int, dict[str, float]]]:
-    """Pass steps on, and stop a training that no longer makes updates.
+    """Yield the steps, and stop a training that no longer makes updates.
 
     Raises:
         ValueError: `SKIPPED_STEPS` consecutive steps, or the majority of an epoch, had no finite gradient.

@@ -1,4 +1,4 @@
-"""RLinf's YAML, imported: every key is mapped onto a native one, known to do nothing here, or refused by name.
+"""Imports RLinf's YAML files: each key is mapped to native keys, known to have no effect here, or refused by name.
 
 ::
 
@@ -7,6 +7,6 @@
     imported.origins["algorithm.lam"]  # "algorithm.gae_lambda"
     print(report(imported))
 
-`importer` applies the tables (`shared`, `text`, `embodied`: one row a key) to what `loading.compose` and `values` read;
-`tether.config.loading.rlinf_marks` says which files are RLinf's.
+`importer` applies the tables (`shared`, `text`, `embodied`, with one row per key) to the values that `loading.compose`
+and `values` read. `tether.config.loading.rlinf_marks` recognises RLinf's files.
 """

@@ -1,4 +1,4 @@
-"""`tether config import-rlinf`: a file of RLinf as a native one, and what became of its keys."""
+"""`tether config import-rlinf`: translates an RLinf file to a native one, and lists the outcome for each key."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def translate(arguments: Sequence[str]) -> tuple[str, str]:
         arguments: the file, then overrides in RLinf's keys.
 
     Returns:
-        The native YAML, and the listing with what else keeps the file from being run. Keys that are not supported
-        stand in a section of the YAML of their own, so that it is refused until the user takes them out.
+        The native YAML, and the listing of all keys with further problems that prevent running the file. Unsupported
+        keys are in a separate section of the YAML, so that it is refused until the user removes them.
 
     Raises:
         ConfigError: the file is not RLinf's, or has unknown, contradicting or unreadable keys.
@@ -51,7 +51,7 @@ def translate(arguments: Sequence[str]) -> tuple[str, str]:
 
 
 def _obstacles(imported: Imported, arguments: Sequence[str]) -> str:
-    """Problems that keep the file from being run, besides the keys that are not supported."""
+    """Return the problems that prevent running the file, apart from unsupported keys."""
     try:
         load_config(Path(arguments[0]), arguments[1:])
     except ConfigError as error:

@@ -1,4 +1,7 @@
-"""Rows of embodied runs (`runner.task_type: embodied`): control policies in simulators, with a critic of their own."""
+"""Rows of embodied runs (`runner.task_type: embodied`): control policies in simulators, with a separate critic.
+
+The conversion functions return the value of the native key, or UNSET.
+"""
 
 from __future__ import annotations
 
@@ -63,16 +66,16 @@ CONTROL_MODES = {
     "panda-ee-target-dpos": "pd_ee_target_delta_pose",
     "widowx": "arm_pd_ee_target_delta_pose_align2_gripper_pd_joint_pos",
 }
-"""Robot that `actor.model.policy_setup` names -> control_mode of ManiSkill's environments, whatever the file says."""
+"""Robot in `actor.model.policy_setup` -> control_mode of ManiSkill's environments, which overrides the file's."""
 WITHOUT_CAMERAS = {"PickCube3View-v1": "PickCube-v1"}
-"""Task of RLinf's that adds cameras to one of ManiSkill's -> that one, which has the same states."""
+"""RLinf's task that adds cameras to a task of ManiSkill -> ManiSkill's task, which has the same states."""
 OF_PICTURES = ("obs_mode", "sensor_configs")
-"""ManiSkill's arguments of the pictures of an observation."""
+"""ManiSkill's arguments about images in observations."""
 NO_SIMULATOR = "what a file says about this simulator is not carried over"
 
 
 def training_steps(value: object, values: Values) -> object:
-    """An epoch of an embodied run is one training step; `max_steps` caps their number unless it is negative."""
+    """Return the training steps: the epochs, which have one step each, limited by `max_steps` unless it is negative."""
     limits = []
     for key in ("runner.max_epochs", "runner.max_steps"):
         steps = values.get(key, -1)
@@ -83,7 +86,7 @@ def training_steps(value: object, values: Values) -> object:
 
 
 def env_id(role: str) -> Convert:
-    """The task: under its own name, as the simulator's `gym_id`, or among the constructor's arguments."""
+    """Return the conversion to the task, which may be in `id`, `gym_id`, `init_params.id` or the name of a suite."""
 
     def convert(value: object, values: Values) -> object:
         section = f"env.{role}"
@@ -96,12 +99,12 @@ def env_id(role: str) -> Convert:
 
 
 def _arguments(written: object) -> JsonObject:
-    """The constructor's arguments as a copy; none where something else stands, which has its refusal at its key."""
+    """Return a copy of the constructor's arguments; empty if the value is no mapping, which its own row refuses."""
     return dict(written) if isinstance(written, dict) else {}
 
 
 def env_arguments(role: str) -> Convert:
-    """The constructor's arguments without the task, which is not one of them, and without what tether gives itself."""
+    """Return the conversion of the constructor's arguments, without the task and arguments that tether itself sets."""
 
     def convert(value: object, values: Values) -> object:
         init_params = values.get(f"env.{role}.init_params")
@@ -132,7 +135,7 @@ def _control_mode(robot: object) -> str | None:
 
 
 def robot_arguments(role: str) -> Convert:
-    """The arguments that follow from the robot, in the one simulator that reads it."""
+    """Return the conversion of the robot to constructor arguments, for ManiSkill, the only simulator that reads it."""
 
     def convert(value: object, values: Values) -> object:
         if values.get(f"env.{role}.env_type") != MANISKILL or value in (None, ""):
@@ -145,7 +148,7 @@ def robot_arguments(role: str) -> Convert:
 
 
 def env_type(role: str) -> Convert:
-    """The simulator; of ManiSkill's, which RLinf wraps in its own way, what observes its state."""
+    """Return the conversion of the simulator; ManiSkill is supported with observations of the state only."""
 
     def convert(value: object, values: Values) -> object:
         if value in WRAPPED:
@@ -165,7 +168,7 @@ def env_type(role: str) -> Convert:
 
 
 def _shows_state(role: str, values: Values) -> bool:
-    """Whether ManiSkill draws pictures, as for a film, that the policy does not read: it gets the state beside them."""
+    """Whether ManiSkill renders images that the policy does not read, because it gets the state in addition."""
     section = f"env.{role}"
     observed = _arguments(values.get(f"{section}.init_params")).get("obs_mode")
     reads_state = values.get(f"{section}.wrap_obs_mode") == "simple" and values.get(f"{section}.use_full_state") is True
@@ -173,7 +176,7 @@ def _shows_state(role: str, values: Values) -> bool:
 
 
 def episodes(value: object, values: Values) -> object:
-    """Episodes a test: those that fit into the steps that RLinf gives each environment, at least one."""
+    """Return the episodes per evaluation: as many as fit into RLinf's steps per environment, and at least one each."""
     envs = positive_int(values, "env.eval.total_num_envs", None)
     if envs is None:
         return UNSET
@@ -184,7 +187,7 @@ def episodes(value: object, values: Values) -> object:
 
 
 def critic_warmup(value: int | None, values: Values) -> object:
-    """RLinf counts optimizer steps of the critic alone, `trainer.critic_warmup` names the first step of the policy."""
+    """Return the first training step that updates the policy; RLinf counts the critic's optimizer steps before it."""
     if not value:
         return 0
     envs = positive_int(values, "env.train.total_num_envs", 0) * positive_int(values, "env.train.rollout_epoch", 1)
@@ -201,7 +204,7 @@ def critic_warmup(value: int | None, values: Values) -> object:
 
 
 def loss(value: object, values: Values) -> object:
-    """The policy's loss; whether there is a critic, too, follows from the estimator."""
+    """Return the policy loss; the estimator determines whether there is also a critic."""
     with_critic = values.get("algorithm.adv_type", "gae") == "gae"
     if value not in LOSSES or with_critic == (value == "actor"):
         fitting = [name for name in LOSSES if with_critic != (name == "actor")]
@@ -210,31 +213,31 @@ def loss(value: object, values: Values) -> object:
 
 
 def aggregation(value: object, values: Values) -> object:
-    """RLinf gives up its aggregation where it weighs episodes alike, which the native default does there, too."""
+    """Return the aggregation; without auto_reset RLinf ignores it and weighs episodes equally, as tether's default."""
     if value not in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
         raise Unsupported("no such aggregation")
     return UNSET if values.get("env.train.auto_reset") is False else value
 
 
 def start(value: object, values: Values) -> object:
-    """The checkpoint that a run starts from; in RLinf one of its own models, here one of tether's."""
+    """Return the checkpoint from which a run starts; it must be tether's, where RLinf reads one of its own models."""
     return path(value, values) or UNSET
 
 
 def asynchronous(value: int | None, values: Values) -> object:
-    """How RLinf's asynchronous runs sample, which alone have the key; with 0 both take turns."""
+    """Return the async mode for the key of RLinf's asynchronous runs; with 0, sampling and training alternate."""
     if value and values.get("env.train.auto_reset", True):
         raise Unsupported("rollouts that are sampled meanwhile begin their own episodes (env.train.auto_reset: False)")
     return "fully_async" if value else "off"
 
 
 def max_staleness(value: int | None, values: Values) -> object:
-    """Updates between the policy that acts and the one that learns."""
+    """Return the maximum number of updates between the policy that acts and the one that is trained."""
     return value or UNSET
 
 
 def rollout_epoch(value: object, values: Values) -> object:
-    """A key that gives way to `env.train.rollout_epoch`; recipes of today have either."""
+    """Return the value unless `env.train.rollout_epoch`, which takes precedence, is in the file."""
     return UNSET if "env.train.rollout_epoch" in values else value
 
 
@@ -244,7 +247,7 @@ def is_mlp(values: Values) -> bool:
 
 
 def policy_type(value: object, values: Values) -> object:
-    """The policy; RLinf's CNN is another one than tether's."""
+    """Return the type of the policy; RLinf's CNN is refused, because it differs from tether's."""
     if value == "cnn_policy":
         raise Unsupported(
             "in RLinf it is a pretrained ResNet that is not trained; for a CNN that is, set "
@@ -256,20 +259,20 @@ def policy_type(value: object, values: Values) -> object:
 
 
 def of_vla(value: object, values: Values) -> object:
-    """Policies of other types do not read it."""
+    """Return the value for VLA policies; policies of other types do not read the key."""
     is_read = values.get("actor.model.model_type") in VLA_TYPES and value not in (None, False)
     return value if is_read else UNSET
 
 
 def without_numbers(value: object, values: Values) -> object:
-    """Only the official variant of OpenVLA-OFT reads numbers, by a network that its files bring along."""
+    """Refuse a VLA policy that reads numbers: only the official OpenVLA-OFT has a network for them, in its files."""
     if value and values.get("actor.model.model_type") in VLA_TYPES:
         raise Unsupported("published policies read no numbers of an observation")
     return UNSET
 
 
 def compute_format(value: object, values: Values) -> object:
-    """The number format, which only policies of action tokens choose."""
+    """Return the dtype, which only policies with action tokens can choose."""
     if value in FP32:
         return UNSET
     if PRECISIONS.get(value) == "bfloat16" and values.get("actor.model.model_type") in VLA_TYPES:
@@ -278,7 +281,7 @@ def compute_format(value: object, values: Values) -> object:
 
 
 def acting_format(value: object, values: Values) -> object:
-    """The format of the policy that acts, which is the one that learns."""
+    """Return the dtype of the policy that acts, which must be that of training, because it is the same policy."""
     learning = (values.get("actor.model.precision"), values.get("actor.fsdp_config.mixed_precision.param_dtype"))
     found = compute_format(value, values)
     if found == "bfloat16" and not any(PRECISIONS.get(other) == found for other in learning):
@@ -287,14 +290,14 @@ def acting_format(value: object, values: Values) -> object:
 
 
 def attention(value: object, values: Values) -> object:
-    """OpenVLA-OFT's fork of transformers makes attention bidirectional with sdpa, and with nothing else."""
+    """Refuse sdpa for OpenVLA-OFT, whose fork of transformers makes attention bidirectional with sdpa only."""
     if value == "sdpa" and values.get("actor.model.model_type") == "openvla_oft":
         raise Unsupported("with sdpa RLinf's OpenVLA-OFT looks ahead; here it does not, as with flash_attention_2")
     return UNSET
 
 
 def where_recorded(value: object, values: Values) -> object:
-    """RLinf's presets describe videos that nobody asked for."""
+    """Return the value if videos are enabled; RLinf's presets have these keys even if they are not."""
     return value if values.get("env.eval.video_cfg.save_video") else UNSET
 
 
@@ -500,10 +503,10 @@ EMBODIED: Table = {
     **{key.replace("actor", "rollout", 1): ONLY_TESTED for key in _ROWS if key.startswith("actor.model.")},
     **_ROWS,
 }
-"""Every key of an embodied run that RLinf's PPO page and its recipes with an MLP policy name."""
+"""All keys of embodied runs in RLinf's PPO documentation and its recipes with an MLP policy."""
 
 FIXED: Mapping[str, object] = {"critic.loss_coef": 1.0, "policy.normalize_rewards": False}
-"""Native key -> what RLinf does without a key for it, where tether's default depends on the task."""
+"""Native key -> RLinf's fixed behaviour, for keys that RLinf lacks and whose default in tether depends on the task."""
 FIXED_MLP: Mapping[str, object] = {
     "policy.hidden_dim": 256,
     "policy.num_layers": 3,
@@ -512,9 +515,9 @@ FIXED_MLP: Mapping[str, object] = {
     "policy.share_critic": False,
     "policy.normalize_observations": False,
 }
-"""The same of its MLP alone."""
+"""The same as `FIXED`, for RLinf's MLP only."""
 
 
 def fixed(values: Values) -> Mapping[str, object]:
-    """RLinf's defaults that have no key of their own, for the policy of a file."""
+    """Return native key -> RLinf's fixed behaviour, for the policy in a file."""
     return {**FIXED, **FIXED_MLP} if is_mlp(values) else FIXED

@@ -1,4 +1,4 @@
-"""Translation of an RLinf file to native keys by tables, with a line about the outcome for every key."""
+"""Translates an RLinf file to native keys by tables, with a line about the outcome for each key."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OWNERS = {
     "data": "data.type",
     "reward": "reward.reward_type",
 }
-"""Section -> the key that selects the simulator, policy, kind of rows or rule to which its other keys belong."""
+"""Section -> the key that selects the simulator, policy, type of data or reward to which its other keys belong."""
 REMARKS = {
     **robot_simulators.REMARKS,
     ("actor.model.model_type", OPENPI): (
@@ -75,9 +75,9 @@ REMARKS = {
         "the proximal policy is computed"
     ),
 }
-"""Key and value that are accepted -> what differs from RLinf."""
+"""(key, accepted value) -> how tether differs from RLinf."""
 IRRELEVANT_GROUPS = ("hybrid_engines", "training_backend", "weight_syncer")
-"""Groups whose presets may be missing: they set up sharding and weight transfer, which one process does not need."""
+"""Groups whose presets may be missing: they configure sharding and weight transfer, which one process does not need."""
 
 
 def _without_effect(preset: str) -> dict[object, object] | None:
@@ -208,10 +208,10 @@ def _line(key: str, value: object, table: Table, values: Values) -> Outcome | No
     except NotRead as error:
         return Outcome(key, value, "no effect", why=str(error))
     except Unsupported as error:
-        if error.key not in (None, key):  # the other key has a row with a refusal of its own
+        if error.key not in (None, key):  # the row of the other key refuses it
             return Outcome(key, value, "mapped")
         return Outcome(key, value, "not supported", why=str(error), fix=error.fix)
-    except (TypeError, ValueError, AttributeError, ArithmeticError):  # a value that the conversion cannot handle
+    except (TypeError, ValueError, AttributeError, ArithmeticError):  # the conversion does not support the value
         return Outcome(key, value, "not supported", why=f"{show(value)} is of the wrong type")
 
 
@@ -221,7 +221,7 @@ def _converted(row: Mapped, value: object, values: Values) -> dict[str, object]:
 
 
 def _for_null(name: str) -> object:
-    """Return the value of a native key for null: false for a flag, as in RLinf's code, where None is not true."""
+    """Return the value of a native key for null: false for flags, as in RLinf's code, where None is falsy."""
     return False if name in keys() and keys()[name].type_text == "true or false" else None
 
 
@@ -230,7 +230,7 @@ def _defaults(table: Table, values: Values) -> Iterator[Outcome]:
         if isinstance(row, Mapped) and row.default is not UNSET and key not in values:
             try:
                 yield Outcome(key, row.default, "defaulted", _converted(row, row.default, values))
-            except Unsupported as error:  # a key that the file has is to blame; without a name it says so itself
+            except Unsupported as error:  # blame a key that is in the file; without a key, the message is complete
                 if error.key is not None:
                     yield Outcome(error.key, values[error.key], "not supported", why=str(error))
 
@@ -245,7 +245,7 @@ def _section(override: Override) -> str:
 
 
 def _is_of(tree: JsonObject, override: Override, table: Table) -> bool:
-    """Whether an override of a section that native files also have is in RLinf's keys."""
+    """Whether an override is in RLinf's keys, for a section that native files also have."""
     section, _, name = override.path.rpartition(".")
     takes_out = override.delete and name in section_at(tree, section)
     return takes_out or look_up(table, override.path) is not None or names_task(override)
@@ -261,9 +261,9 @@ def _override(tree: JsonObject, overrides: Sequence[Override]) -> JsonObject:
                 if isinstance(parent, DictConfig):
                     parent.pop(name, None)
             else:
-                over = isinstance(override.value, dict) and bool(override.value)  # the file's, as Hydra has it
+                over = isinstance(override.value, dict) and bool(override.value)  # merged with the file's, as in Hydra
                 OmegaConf.update(changed, override.path, override.value, merge=over, force_add=True)
-        except (OmegaConfBaseException, TypeError, ValueError) as error:  # a name in a list is one of the last two
+        except (OmegaConfBaseException, TypeError, ValueError) as error:  # the last two: a key inside a list
             what = f"does not fit what the file has there ({str(error).splitlines()[0]})"
             raise ConfigError([Problem(override.path, what, "write it in the file")]) from error
     plain = OmegaConf.to_container(changed, resolve=False)
@@ -301,7 +301,7 @@ def _unknown(key: str, table: Table, other: Table) -> Problem:
 
 
 def _covers(other: Table, key: str, table: Table) -> bool:
-    """Whether a key belongs to the other kind of run; not if both have keys in the section of which `other` speaks."""
+    """Whether a key belongs only to the other kind of run; false if a pattern of `other` covers a section of both."""
     name = key if key in other else next((row for row in other if look_up({row: other[row]}, key)), None)
     if name is None or not name.endswith(".*"):
         return name is not None
@@ -309,9 +309,9 @@ def _covers(other: Table, key: str, table: Table) -> bool:
 
 
 def _with_missing_keys(imported: Imported) -> Imported:
-    """An embodied run that names no task or no policy, or a published policy and no checkpoint: they are to be given.
+    """Mark the keys that an embodied run must set as missing: task, policy, and the checkpoint of a published policy.
 
-    Without one tether would begin with a new, untrained policy of that kind.
+    Without a checkpoint, tether would start with a new, untrained policy of that type.
     """
     published = imported.native.get(POLICY_KEY) in (*VLA_TYPES, *FLOW_TYPES)
     needed = (ENV_KEY, POLICY_KEY, START) if published else (ENV_KEY, POLICY_KEY)

@@ -1,4 +1,4 @@
-"""Rows of a text run's model: its shape, and what RLinf hands on to Megatron-core's own configuration."""
+"""Rows of a text run's model: its shape, and the keys that RLinf passes on to Megatron-core's configuration."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 def losses_of_routers(section: str) -> Convert:
-    """The losses that Megatron gives to routers, which RLinf writes as three keys of `section`; 0 and null are off."""
+    """Return the conversion of Megatron's router losses, which are three keys of `section`; 0 and null disable them."""
 
     def convert(value: object, values: Values) -> object:
         if values.get(f"{section.removesuffix('.model')}.training_backend") == "fsdp":
@@ -56,7 +56,7 @@ def losses_of_routers(section: str) -> Convert:
 
 
 def losses_of_critic(value: object, values: Values) -> object:
-    """The losses of a critic's routers; without a value here they would be the actor's."""
+    """Return the losses of a critic's routers; without a value, the critic would inherit the actor's."""
     megatron = values.get("critic.training_backend") != "fsdp"
     return _losses("critic.model", values) if value and megatron and _losses("actor.model", values) else UNSET
 
@@ -72,11 +72,11 @@ def _losses(section: str, values: Values) -> dict[str, object]:
 
 
 def megatron_model(section: str, native: str) -> Table:
-    """Rows of the section of a model: what acts, what changes no result, and what is refused as it would.
+    """Return the rows of a model's section; keys that would change results without a counterpart are refused.
 
     Args:
-        section: of RLinf's file, `actor.model` or `critic.model`.
-        native: the role's own section.
+        section: section of RLinf's file, `actor.model` or `critic.model`.
+        native: native section of the role.
     """
     frozen = Refused("all weights are trained", fine=OFF)
     return {

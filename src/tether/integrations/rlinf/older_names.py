@@ -1,4 +1,4 @@
-"""Older names of keys and values in RLinf's files, which are read as those that replaced them, with a note."""
+"""Older names of keys and values in RLinf's files, which are read as their current names, with a note."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ VALUES: Mapping[Task, Mapping[str, Mapping[str, str]]] = {
     "reasoning": {
         TASK_KEY: {"math": "reasoning"},
         "algorithm.adv_type": {"math_grpo": "grpo"},
-        # Text runs of that time had no critic.
+        # Text runs with these names had no critic.
         LOSS_KEY: {"grpo": "actor", "ppo": "actor", "math_ppo_actor": "actor"},
     },
 }
@@ -93,7 +93,7 @@ def with_current_names(values: Values, task: Task) -> tuple[dict[str, object], O
 
 
 def rollout_steps(value: object, values: Values) -> object:
-    """Steps of a rollout, which older files count in chunks of actions."""
+    """Return the steps of a rollout, which older files count in chunks of actions."""
     chunks = positive_int(values, "algorithm.n_chunk_steps", 1) * positive_int(
         values, "actor.model.num_action_chunks", 1
     )
@@ -101,7 +101,8 @@ def rollout_steps(value: object, values: Values) -> object:
 
 
 def _environments(role: str) -> Convert:
-    """Older files count the environments of one process and stage, from which their number does not follow."""
+    """Return the conversion of `num_envs`: older files count environments per process and stage, so the total is
+    required."""
     total = f"env.{role}.total_num_envs"
 
     def convert(value: object, values: Values) -> object:

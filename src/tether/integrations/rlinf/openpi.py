@@ -1,4 +1,7 @@
-"""Rows of `actor.model.openpi`: pi0 and pi0.5, whose flow RLinf makes random."""
+"""Rows of `actor.model.openpi`: pi0 and pi0.5 with random denoising steps.
+
+The conversion functions return the value of the native key, or UNSET.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +19,27 @@ WITH_RTC = NoEffect("acts with runner.rtc.enabled only, which is not supported")
 RELATIVE = {
     "pi0_libero": 6, "pi0_libero_horizon10": 6, "pi0_behavior": 6, "pi0_droid_polaris": 7, "pi05_droid_polaris": 7,
 }  # fmt: skip
-"""Name of a configuration -> leading columns of an action that are relative to the state (openpi's delta actions)."""
+"""Name of a configuration -> number of leading action columns that are relative to the state (openpi's delta
+actions)."""
 RELATIVE_OTHERWISE = ("pi0_aloha_robotwin", "pi05_aloha_robotwin", "pi05_dualfranka_tcp_rot6d")
-"""Names of configurations whose relative actions are others than the leading columns."""
+"""Names of configurations whose relative actions are not the leading columns."""
 STATE_IN_PROMPT = (
     "pi05_rlt_maniskill_joint", "pi05_franka_state", "pi05_aloha_robotwin", "pi05_behavior", "pi05_droid_polaris",
     "pi05_robocasa365_pretrain_human300",
 )  # fmt: skip
-"""Names of configurations of pi0.5 that write the state into the prompt; with RLinf's others it does not see it."""
+"""Names of pi0.5's configurations that write the state into the prompt; with others of RLinf it does not see the
+state."""
 SIZES = ("action_horizon", "action_dim", "max_token_len", "paligemma_variant", "action_expert_variant")
-"""Of openpi's own model, which the section goes over."""
+"""Keys of openpi's model configuration that the section may override."""
 
 
 def config_name(values: Values) -> str:
-    """The name of openpi's configuration; in older files without one, as a key of its own says."""
+    """Return the name of openpi's configuration; older files have a flag instead."""
     return str(values.get(f"{SECTION}.config_name", "pi05_libero" if values.get(f"{SECTION}.pi05") else "pi0_libero"))
 
 
 def flow_type(values: Values) -> str:
-    """pi0 or pi0.5, as the name of the configuration says."""
+    """Return the policy type, pi0 or pi0.5, from the name of the configuration."""
     name = config_name(values)
     if name.startswith("pi05_"):
         return PI05
@@ -44,17 +49,17 @@ def flow_type(values: Values) -> str:
 
 
 def flow_only(value: object, values: Values) -> object:
-    """Policies of other types do not read the section."""
+    """Return the value for openpi policies; others do not read the section."""
     return value if values.get(MODEL) == OPENPI else UNSET
 
 
 def checked_name(value: object, values: Values) -> object:
-    """The type of the policy, once more."""
+    """Return the type of the policy, so that the name is checked."""
     return flow_type(values) if values.get(MODEL) == OPENPI else UNSET
 
 
 def relative_actions(value: object, values: Values) -> object:
-    """How many columns of an action are relative to the state."""
+    """Return the number of action columns that are relative to the state."""
     if values.get(MODEL) != OPENPI:
         return UNSET
     name = config_name(values)
@@ -64,35 +69,36 @@ def relative_actions(value: object, values: Values) -> object:
 
 
 def state_in_prompt(value: object, values: Values) -> object:
-    """Whether pi0.5 sees the state."""
+    """Return whether pi0.5's prompt includes the state."""
     if values.get(MODEL) != OPENPI or flow_type(values) != PI05:
         return UNSET
     return config_name(values) in STATE_IN_PROMPT
 
 
 def older_type(value: object, values: Values) -> object:
-    """The type of the policy in older files, which no name may contradict."""
+    """Return the type of the policy from the flag in older files, which a name must not contradict."""
     if values.get(MODEL) == OPENPI and bool(value) != (flow_type(values) == PI05):
         raise Unsupported(f"config_name says {flow_type(values)}")
     return checked_name(value, values)
 
 
 def method(value: object, values: Values) -> object:
-    """How steps are made random."""
+    """Return the noise method of denoising steps."""
     if value not in ("flow_sde", "flow_noise", "flow_cps"):
         raise Unsupported("noise methods are flow_sde, flow_noise and flow_cps")
     return flow_only(value, values)
 
 
 def of_steps(value: object, values: Values) -> object:
-    """RLinf takes the mean of the log-probabilities of all random steps."""
+    """Return how log-probs of steps are combined: RLinf's joint log-prob is the mean over all random steps."""
     return flow_only("mean", values) if value else UNSET
 
 
 def where_values_are_read(value: object, values: Values) -> object:
-    """The critic of pi0.5 reads what its vision-language part gives, that of pi0 its action expert."""
+    """Refuse other inputs of the critic than the vision-language model's output for pi0.5, the action expert's for
+    pi0."""
     if values.get("algorithm.adv_type", "gae") != "gae":
-        return UNSET  # there is none
+        return UNSET  # there is no critic
     if values.get(MODEL) == OPENPI and bool(value) != (flow_type(values) == PI05):
         raise Unsupported("critics of pi05 read the vision-language part, those of pi0 the action expert")
     return UNSET
@@ -109,7 +115,7 @@ OPENPI_ROWS: Table = {
             "policy.relative_actions": relative_actions,
             "policy.discrete_state_input": state_in_prompt,
         },
-        default=None,  # the name follows from other keys
+        default=None,  # other keys determine the name
     ),
     f"{SECTION}.num_steps": _flow("num_steps", default=STEPS),
     f"{SECTION}.noise_method": _flow("noise_method", method),

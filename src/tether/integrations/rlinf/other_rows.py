@@ -1,6 +1,6 @@
-"""Keys of `data` and `reward` that RLinf reads for other rows and rules than those of text with answers.
+"""Keys of `data` and `reward` that RLinf reads only for types of data and rewards that tether does not support.
 
-`data.type` and `reward.reward_type` name those, and are refused by their own rows.
+`data.type` and `reward.reward_type` select these types; their own rows refuse them.
 """
 
 from __future__ import annotations

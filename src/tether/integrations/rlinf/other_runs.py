@@ -1,7 +1,7 @@
-"""Keys that RLinf's sources read for other algorithms and kinds of run than those that tether has, and for its workers.
+"""Keys that RLinf reads only for algorithms and kinds of run that tether does not support, and for its workers.
 
-The key that chooses such an algorithm (`algorithm.loss_type`, `algorithm.adv_type`, `runner.task_type`, `data.type`) is
-refused by its own row; without it RLinf does not read these either.
+The keys that select such an algorithm (`algorithm.loss_type`, `algorithm.adv_type`, `runner.task_type`, `data.type`)
+are refused by their own rows; without them RLinf does not read the keys here, either.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ OTHERS: Table = {
     "actor.use_triton": MEMORY,
     "actor.model.load_to_device": MEMORY,
 }
-"""Rows of both kinds of run that tether has."""
+"""Rows for both text and embodied runs."""
 
 ONLY_TEXT: Table = {
     "agentloop.*": AGENTS,
@@ -104,4 +104,4 @@ ONLY_EMBODIED: Table = {
     "actor.model.embodiment_tag*": NoEffect("read by other policies than tether's"),
     "actor.model.padded_vocab_size": NoEffect("the policy's own tokens"),
 }
-"""Rows that differ from those of the other kind of run, or that it does not have."""
+"""Rows of embodied runs that differ from those of text runs, or that text runs do not have."""

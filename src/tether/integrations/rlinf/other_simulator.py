@@ -1,4 +1,4 @@
-"""A file of RLinf run in another simulator, or by another policy, than its own: what only those read is left out."""
+"""Removes keys from an RLinf file that apply only to its simulator or policy, if overrides select a different one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tether.integrations.rlinf.values import section_at
 from tether.types import JsonObject
 
 OF_ID = ("id", "gym_id", SUITE_KEY, "init_params")
-"""Keys of a section that name a task, or are for it alone."""
+"""Keys of a section that name a task, or apply only to it."""
 OF_SIMULATOR = (*OF_ID, *OF_LIBERO, "reward_mode", "use_rel_reward", "video_cfg", "is_eval")
-"""Those that a simulator's preset sets up."""
+"""Keys of a section that a simulator's preset sets."""
 POLICY_NAMES = ("model_type", "model_name")
-"""Keys of `actor.model` that name a policy, today and in older files."""
+"""Keys of `actor.model` that name a policy, in current and in older files."""
 SHARED_ARGUMENTS = ("maniskill", *WRAPPED)
 """Simulators whose constructors take the same arguments for all tasks."""
 OF_NETWORKS = ("mlp_policy", "cnn_policy")
-"""Policies that have none of the options below."""
+"""Policies without any of the options in `OF_LARGE_POLICIES`."""
 OF_LARGE_POLICIES = (
     "attn_implementation", "center_crop", "gradient_checkpointing", "implement_version", "is_lora", "lora_path",
     "lora_rank", "low_cpu_mem_usage", "max_prompt_length", "openpi", "unnorm_key", "use_film", "use_proprio",
@@ -30,19 +30,19 @@ OF_LARGE_POLICIES = (
 def without_old_simulator(
     tree: JsonObject, overrides: Sequence[Override], is_known: Callable[[str], bool]
 ) -> list[str]:
-    """Take out of a file what describes another simulator, or another task, than the overrides name.
+    """Remove keys that describe a different simulator or task than the overrides select.
 
-    A new ``env.train.env_type``, or one of `WRAPPED` in the overrides, takes along all that the file's simulator was
-    set up with, and what it alone reads; a new ``env.train.id`` the old task, that of tests among them, and its
-    arguments where they are not the same for all tasks of a simulator.
+    If the overrides set a new ``env.train.env_type``, or one of `WRAPPED`, this removes the settings of the file's
+    simulator and the keys that only it reads. If they set a new ``env.train.id``, this removes the old task, also for
+    evaluations, and its arguments, unless all tasks of the simulator have the same arguments.
 
     Args:
         tree: the file, which is changed.
-        overrides: in RLinf's keys; what they set stays.
-        is_known: whether a key, or a section of keys, means something whatever the simulator is.
+        overrides: overrides in RLinf's keys; keys that they set are not removed.
+        is_known: whether a key, or a section of keys, applies to all simulators.
 
     Returns:
-        The keys that were taken out.
+        The removed keys.
     """
     changes = {override.path: override.value for override in overrides if not override.delete}
     train = section_at(tree, "env.train")
@@ -71,12 +71,12 @@ def without_old_simulator(
 
 
 def without_old_policy(tree: JsonObject, written: JsonObject, is_known: Callable[[str], bool]) -> list[str]:
-    """Take out of a file what only its own policy reads, where the overrides name another one; as above.
+    """Remove keys that only the file's policy reads, if the overrides select a different one; return these keys.
 
     Args:
         tree: the file with the overrides, which is changed.
-        written: the file without them.
-        is_known: see above.
+        written: the file without the overrides.
+        is_known: whether a key applies to all policies.
     """
     old, new = section_at(written, "actor.model"), section_at(tree, "actor.model")
     if all(old.get(name) == new.get(name) for name in POLICY_NAMES):
@@ -92,13 +92,14 @@ def without_old_policy(tree: JsonObject, written: JsonObject, is_known: Callable
 
 
 def names_own_simulator(override: Override) -> bool:
-    """Whether an override sets one of `WRAPPED`, which makes it an override in tether's keys."""
+    """Whether an override sets a simulator of `WRAPPED`, so that it is in tether's keys, not in RLinf's."""
     is_simulator = override.path in ("env.train.env_type", "env.eval.env_type")
     return is_simulator and not override.delete and override.value in WRAPPED
 
 
 def names_task(override: Override) -> bool:
-    """Whether an override gives a task, which RLinf has among the constructor's arguments and tether beside them."""
+    """Whether an override sets a task, which is among the constructor's arguments in RLinf, and a separate key in
+    tether."""
     return override.path in (*_names_of("train"), *_names_of("eval"))
 
 

@@ -1,4 +1,4 @@
-"""The output of `tether config import-rlinf`: the native YAML, and what became of every key."""
+"""The output of `tether config import-rlinf`: the native YAML, and the outcome for each key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tether.config.render import annotated
 
 
 def to_native_yaml(imported: Imported) -> str:
-    """Write the native keys as a YAML file, each beside the key of RLinf that it follows from."""
+    """Return the native keys as YAML, each with a comment that names the key of RLinf from which it follows."""
     native = {**dict.fromkeys(imported.left_open, MISSING), **imported.native}
     ordered = {key: native[key] for key in keys() if key in native}
     given = dict.fromkeys(ordered, "given with the file")
@@ -22,7 +22,7 @@ def to_native_yaml(imported: Imported) -> str:
 
 
 def _not_supported(imported: Imported) -> str:
-    """The section that keeps a file from being run without what it asks for."""
+    """Return the section of unsupported keys, because of which the file is refused."""
     refused = {problem.path: problem.what for problem in imported.refusals()}
     if not refused:
         return ""
@@ -34,7 +34,7 @@ def _not_supported(imported: Imported) -> str:
 
 
 def report(imported: Imported) -> str:
-    """List every key of the file by what became of it."""
+    """Return a listing of all keys of the file, grouped by outcome."""
     blocks = []
     for status in get_args(Status):
         lines = [line for line in imported.lines if line.status == status]

@@ -1,7 +1,7 @@
-"""LIBERO and MetaWorld as RLinf wraps them for pi0 and pi0.5, as arguments of tether's environments.
+"""Translates RLinf's wrappers of LIBERO and MetaWorld for pi0 and pi0.5 to arguments of tether's environments.
 
-RLinf chooses cameras, the state, the reward and the idle steps at the start in its code, and no key of a file changes
-them: `ARGUMENTS` has them. A file names the suite, whose tasks and start states are drawn anew for each episode.
+RLinf hard-codes cameras, state, reward and idle steps at the start, without keys for them: `ARGUMENTS` has the same
+settings. A file names a suite, whose tasks and start states are drawn for each episode.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SUITES: Mapping[str, Mapping[str, str]] = {
     LIBERO: {name: name for name in ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")},
     METAWORLD: {"metaworld_50": "MT50", "metaworld_45_ind": "ML45-train", "metaworld_45_ood": "ML45-test"},
 }
-"""Simulator -> suite in RLinf's files -> its id here."""
+"""Simulator -> suite in RLinf's files -> id in tether."""
 WRAPPED = tuple(SUITES)
 ARGUMENTS: Mapping[str, JsonObject] = {
     LIBERO: {
@@ -43,13 +43,13 @@ ARGUMENTS: Mapping[str, JsonObject] = {
         "terminate_on_success": True,
     },
 }  # fmt: skip
-"""What RLinf's `LiberoEnv` and `MetaWorldEnv` do."""
+"""Simulator -> arguments that reproduce RLinf's `LiberoEnv` and `MetaWorldEnv`."""
 OFF = (False, None)
 OF_LIBERO = (
     "use_step_penalty", "reset_gripper_open", "specific_reset_id", "task_id_filter", "libero_variant",
     "perturbation_suffix",
 )  # fmt: skip
-"""Keys that LIBERO alone reads."""
+"""Keys that only LIBERO reads."""
 REMARKS: Mapping[tuple[str, str], str] = {
     ("env.eval.env_type", LIBERO): (
         "RLinf tests each start state of the suite once; here a test draws env.eval.num_episodes of them at random"
@@ -65,16 +65,16 @@ REMARKS: Mapping[tuple[str, str], str] = {
 
 
 def carried_over(values: Values, role: str) -> str | None:
-    """Return the simulator of a section, if it is one of these, with a policy to which RLinf shows it in this way."""
+    """Return the simulator of a section if it is LIBERO or MetaWorld with an openpi policy; otherwise None."""
     simulator = values.get(f"env.{role}.env_type")
     return simulator if simulator in WRAPPED and values.get(MODEL) == OPENPI else None
 
 
 def check_policy(values: Values, role: str) -> None:
-    """Check that one of these simulators is carried over.
+    """Check that the simulator of a section is supported with the policy.
 
     Raises:
-        Unsupported: it is not, for this policy.
+        Unsupported: it is not.
     """
     simulator = values[f"env.{role}.env_type"]
     if carried_over(values, role) is None:
@@ -105,7 +105,7 @@ def wrapped_arguments(role: str, values: Values) -> JsonObject:
     """Return the arguments of an environment of one of these simulators."""
     simulator = values[f"env.{role}.env_type"]
     written = values.get(f"env.{role}.init_params")
-    # RLinf's MetaWorld reads no arguments.
+    # RLinf's MetaWorld wrapper reads no arguments.
     return {**ARGUMENTS[simulator], **(written if simulator == LIBERO and isinstance(written, dict) else {})}
 
 
@@ -121,7 +121,8 @@ def _of_suite(role: str, task: Convert) -> Mapped:
 
 
 def fixed_starts(value: object, values: Values) -> object:
-    """In RLinf the environments of a group share their start states with it, and draw them anew for each rollout."""
+    """Convert the flag for fixed start states. With RLinf's LIBERO and MetaWorld, it makes the environments of a group
+    share start states, which are drawn for each rollout."""
     simulator = carried_over(values, "train")
     if simulator is None:
         return value
@@ -133,14 +134,14 @@ def fixed_starts(value: object, values: Values) -> object:
 
 
 def ordered_starts(value: object, values: Values) -> object:
-    """Other simulators of RLinf's do not read the key."""
+    """Refuse ordered start states in LIBERO and MetaWorld; RLinf's other simulators do not read the key."""
     if value and carried_over(values, "train"):
         raise Unsupported("start states are drawn at random, by the seed of the section")
     return UNSET
 
 
 def only_libero(role: str, why: str, *fine: object) -> Row:
-    """Return the row of a key that LIBERO alone reads, where these values ask for nothing."""
+    """Return the row of a key that only LIBERO reads, which is refused except for the values in `fine`."""
 
     def convert(value: object, values: Values) -> object:
         if carried_over(values, role) != LIBERO:

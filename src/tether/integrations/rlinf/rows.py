@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, TypeVar
 
 Values = Mapping[str, Any]
-"""Every key of the file -> its value, interpolations resolved."""
+"""Key -> value for all keys of a file, with interpolations resolved."""
 Convert = Callable[[Any, Values], Any]
 """(value of the key, all values) -> value of the native keys, or UNSET; raises `Unsupported` or `NotRead`."""
 
 Default = TypeVar("Default", int, None)
 
 UNSET: Final[object] = object()
-"""Nothing is written: the native key keeps its own default."""
+"""The native key is not set and keeps its default."""
 
 
 class Unsupported(Exception):
@@ -32,11 +32,11 @@ class Unsupported(Exception):
 
 
 class NotRead(Exception):
-    """A key that RLinf itself does not read in such a file; its message has the key that it reads instead."""
+    """A key that RLinf itself ignores in a file; the message names the key that it reads instead."""
 
 
 def same(value: object, values: Values) -> object:
-    """Return the value as it is."""
+    """Return the value unchanged."""
     return value
 
 
@@ -45,26 +45,26 @@ class Mapped:
     """The key has native counterparts."""
 
     to: Mapping[str, Convert]
-    """Native key -> how its value follows."""
+    """Native key -> conversion of the value."""
     default: object = UNSET
-    """The default of RLinf where the key is left out; UNSET: the native default stands."""
+    """RLinf's default if a file lacks the key; UNSET: the native default."""
 
 
 def to(*keys: str, by: Convert = same, default: object = UNSET) -> Mapped:
-    """Return the row of a key whose native counterparts all get one value."""
+    """Return the row of a key whose native counterparts all get the same value."""
     return Mapped(dict.fromkeys(keys, by), default)
 
 
 @dataclass(frozen=True)
 class NoEffect:
-    """The key may have any value: it has no counterpart here, or never changes what is learnt."""
+    """The key may have any value: it has no counterpart here, or does not affect the result of training."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The key is not supported; values in `fine` ask for nothing."""
+    """The key is not supported; values in `fine` are accepted, because they have no effect."""
 
     why: str
     fine: tuple[object, ...] = (None,)
@@ -72,16 +72,16 @@ class Refused:
 
 @dataclass(frozen=True)
 class Checked:
-    """The importer itself reads the key."""
+    """The key is read by the importer itself."""
 
     why: str
 
 
 Row: TypeAlias = Mapped | NoEffect | Refused | Checked
 Table = Mapping[str, Row]
-"""Key, or pattern of keys -> its row. A key's own row goes before patterns, and earlier patterns first.
+"""Key, or pattern of keys -> row. A key's own row takes precedence over patterns, and earlier patterns over later ones.
 
-A row `a.b.*` is for the complete section if the table has no other row below `a.b`.
+A row `a.b.*` applies to the complete section if the table has no other row below `a.b`.
 """
 
 
@@ -102,7 +102,7 @@ def unless_null(value: object, values: Values) -> object:
 
 
 def only(fine: tuple[object, ...], why: str) -> Convert:
-    """Return the conversion that keeps a few values and refuses all others."""
+    """Return the conversion that accepts some values unchanged and refuses all others."""
 
     def convert(value: object, values: Values) -> object:
         if value not in fine:
@@ -131,11 +131,11 @@ PRECISIONS: Mapping[object, str] = {
     32: "float32", "32": "float32", "fp32": "float32", "32-true": "float32", "float32": "float32",
 }  # fmt: skip
 NO_PRECISION = (None, "null")
-"""RLinf's spelling of "no number format is chosen"."""
+"""RLinf's values for "no dtype is configured"."""
 
 
 def precision(value: object, values: Values) -> object:
-    """Return a number format; UNSET for null."""
+    """Return a dtype; UNSET for null."""
     if value in NO_PRECISION:
         return UNSET
     if value not in PRECISIONS:
@@ -149,7 +149,7 @@ def path(value: object, values: Values) -> object:
 
 
 def betas(section: str) -> Convert:
-    """Return the conversion of AdamW's two decay rates, which are two keys of `section` in RLinf."""
+    """Return the conversion of AdamW's betas, which are two keys of `section` in RLinf."""
     return lambda value, values: [values.get(f"{section}.adam_beta1", 0.9), values.get(f"{section}.adam_beta2", 0.999)]
 
 
@@ -164,12 +164,12 @@ def min_lr_ratio(optim: str) -> Convert:
 
 
 def adapter_rank(role: str) -> Convert:
-    """Return the conversion of the key that switches the adapters of `role` on to their rank, a key of its own."""
+    """Return the conversion of the flag that enables LoRA adapters of `role` to their rank, which is a separate key."""
     return lambda value, values: positive_int(values, f"{role}.model.lora_rank", 32) if value else 0
 
 
 def steps_or_off(value: object, values: Values) -> object:
-    """Return an interval in steps; -1 for any negative number, with which RLinf switches it off."""
+    """Return an interval in steps; -1 for any negative number, with which RLinf disables it."""
     return -1 if isinstance(value, int) and value < 0 else value
 
 

@@ -1,4 +1,4 @@
-"""Sampling of action tokens: `rollout.sampling_params`, in older files `algorithm.sampling_params`."""
+"""Rows of action token sampling: `rollout.sampling_params`, in older files `algorithm.sampling_params`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tether.integrations.rlinf.rows import UNSET, Convert, Mapped, NotRead, Tabl
 TODAY = "rollout.sampling_params"
 OLDER = "algorithm.sampling_params"
 BINS = 256
-"""Values of a dimension of an action."""
+"""Number of values of an action dimension."""
 
 
 def _read(section: str, convert: Convert) -> Convert:
@@ -26,7 +26,7 @@ def _read(section: str, convert: Convert) -> Convert:
 
 
 def _refused(why: str, fine: Callable[[Any], bool]) -> Convert:
-    """A key that changes nothing where it is null or fine, and is refused otherwise."""
+    """Return the conversion of a key that is refused unless it is null or `fine`, where it has no effect."""
 
     def convert(value: Any, values: Values) -> object:
         if value is not None and not fine(value):
@@ -37,7 +37,7 @@ def _refused(why: str, fine: Callable[[Any], bool]) -> Convert:
 
 
 def sampling(section: str) -> Table:
-    """Rows of one of the two sections."""
+    """Return the rows of one of the two sections."""
     sampled, all_values = "actions are sampled in training", "actions are drawn from all values"
 
     def both(value: object, values: Values) -> object:

@@ -1,4 +1,4 @@
-"""Learning rates of RLinf's FSDP backend, which reads `optim`; its Megatron backend reads `lr_sched` in its place."""
+"""Learning rate schedules of RLinf's FSDP backend, which reads `optim`; its Megatron backend reads `lr_sched`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tether.integrations.rlinf.rows import (
 
 FALLING = ("cosine", "linear")
 SHAPES = {"constant": "constant", "torch_constant": "constant"} | {name: name for name in FALLING}
-"""RLinf's name of a schedule -> tether's. It makes `torch_constant` a ConstantLR of factor 1."""
+"""RLinf's name of a schedule -> tether's. In RLinf, `torch_constant` is a ConstantLR with factor 1."""
 
 
 def read_by(backend: str, section: str, convert: Convert) -> Convert:
-    """A key of a schedule that only this backend of a text run reads: Megatron `lr_sched`, FSDP that of `optim`."""
+    """Return the conversion of a schedule's key that only this backend reads: Megatron `lr_sched`, FSDP `optim`."""
 
     def converted(value: object, values: Values) -> object:
         fsdp = values.get(f"{section}.training_backend") == "fsdp"
@@ -37,7 +37,7 @@ def read_by(backend: str, section: str, convert: Convert) -> Convert:
 
 
 def updates_of_text(section: str) -> Callable[[Values], int]:
-    """Moves of the rate in a training step of a text run."""
+    """Return a function that computes how often the rate changes in a training step of a text run."""
 
     def updates(values: Values) -> int:
         moves = values.get(f"{section}.lr_sched_sync_with_optim", True)
@@ -53,14 +53,14 @@ def fsdp_schedule(
     whole_run: Callable[[Values], object],
     default: object = UNSET,
 ) -> Mapping[str, Mapped]:
-    """Rows of the schedule that FSDP reads.
+    """Return the rows of the schedule that FSDP reads.
 
     Args:
-        optim: the section of the optimizer.
-        native: the native one.
-        updates: how often the rate moves in a training step.
-        whole_run: training steps of the run, as far as they are known.
-        default: the schedule of a file that names none; UNSET: the native default, which is the same.
+        optim: RLinf's section of the optimizer.
+        native: native section of the optimizer.
+        updates: returns how often the rate changes in a training step.
+        whole_run: returns the training steps of the run, if they are known.
+        default: schedule of files that name none; UNSET: the native default, which is the same.
     """
 
     def training_steps(steps: int, values: Values) -> int:

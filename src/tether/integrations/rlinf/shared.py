@@ -1,4 +1,4 @@
-"""Rows that text and embodied runs share."""
+"""Rows that text and embodied runs have in common."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ FORMATS = Refused("mixed precision is chosen with actor.model.precision", fine=(
 
 
 def folder(value: object, values: Values) -> object:
-    """The folder of a run: where logs go, and below it the name of the run."""
+    """Return the folder of a run: the folder of logs, and in it a folder with the name of the run."""
     root = path(values.get("runner.output_dir") or values.get("runner.logger.log_path"), values)
     name = values.get("runner.experiment_name") or values.get("runner.logger.experiment_name")
     return UNSET if root is None else f"{root}/{name}" if name else str(root)
 
 
 def name_of_run(value: object, values: Values) -> object:
-    """The name in logs; beside one of the logger's own, RLinf calls the folder by it, see `folder`."""
+    """Return the name in logs; UNSET if the logger has its own, because then RLinf uses this one in `folder` only."""
     return UNSET if values.get("runner.logger.experiment_name") else value
 
 
 def loggers(value: str | Iterable[str] | None, values: Values) -> object:
-    """RLinf always prints, too."""
+    """Return the loggers, and ``console``, because RLinf always prints metrics, too."""
     return ["console", *([value] if isinstance(value, str) else value or [])]
 
 
 def resume_path(value: object, values: Values) -> object:
-    """Null and auto both resume the run where it stopped, if it has begun."""
+    """Return the checkpoint to resume from; null and auto both mean the last one of the run, if there is one."""
     return None if value in (None, "auto") else value
 
 
 def resume_mode(value: object, values: Values) -> object:
-    """The mode that goes with `resume_path`."""
+    """Return the resume mode for `resume_path`."""
     return "auto" if value in (None, "auto") else "resume_path"
 
 

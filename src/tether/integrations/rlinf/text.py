@@ -1,4 +1,7 @@
-"""Rows of text runs (`runner.task_type: reasoning`): language models with a critic of their own."""
+"""Rows of text runs (`runner.task_type: reasoning`): language models with a separate critic.
+
+The conversion functions return the value of the native key, or UNSET.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ TOKENS = "a text run scores responses and clips tokens"
 
 
 def estimator(value: object, values: Values) -> object:
-    """The advantage estimator; REINFORCE++ has a flag for its variant."""
+    """Return the advantage estimator; REINFORCE++ has a flag that selects its variant with a baseline."""
     if value not in ESTIMATORS:
         raise Unsupported(f"this estimator has no counterpart (supported: {', '.join(ESTIMATORS)})")
     baseline = value == "reinpp" and values.get("algorithm.use_reinpp_baseline")
@@ -69,14 +72,14 @@ def estimator(value: object, values: Values) -> object:
 
 
 def bootstrap(value: object, values: Values) -> object:
-    """A response that is cut by the length limit is a truncated episode."""
+    """Return true, because with "standard" a response that the length limit cuts off is a truncated episode."""
     if value != "standard":
         raise Unsupported("there is no state after the end of a response")
     return True
 
 
 def loss(value: object, values: Values) -> object:
-    """Return the policy loss; actor and critic are two models, so that a joint loss has the same gradients."""
+    """Return the policy loss; actor and critic are separate models, so a joint loss has the same gradients."""
     if value not in LOSSES:
         raise Unsupported(f"this loss has no counterpart (supported: {', '.join(LOSSES)})")
     if value != "actor" and not values.get("critic.use_critic_model"):
@@ -85,7 +88,7 @@ def loss(value: object, values: Values) -> object:
 
 
 def entropy(value: Any, values: Values) -> object:
-    """Return the weight of the entropy, which algorithm.calculate_entropy must not contradict."""
+    """Return the entropy coefficient, which algorithm.calculate_entropy must not contradict."""
     if value and values.get("algorithm.calculate_entropy") is False:
         raise Unsupported("it contradicts algorithm.calculate_entropy=False")
     return float(value)
@@ -99,22 +102,22 @@ def critic(value: object, values: Values) -> object:
 
 
 def whitening(value: object, values: Values) -> object:
-    """Return whether advantages are normalised, which only gae makes optional."""
+    """Return whether advantages are normalised, which is optional only for gae."""
     return value if values.get("algorithm.adv_type", "gae") == "gae" else UNSET
 
 
 def several(value: Any, values: Values) -> object:
-    """Batches that are sampled for one step at most; 1 is the step's own."""
+    """Return the maximum number of batches that are sampled for a step; UNSET for 1, the step's own."""
     return value if value > 1 else UNSET
 
 
 def answer_key(value: object, values: Values) -> object:
-    """Return the column of answers; UNSET for that of verl's layout."""
+    """Return the column of answers; UNSET for the column of verl's layout."""
     return UNSET if value in (None, "reward_model.ground_truth") else value
 
 
 def scale(value: object, values: Values) -> object:
-    """Return the score of a right answer; that of a wrong one is its negative."""
+    """Return the score of a right answer; a wrong answer must score its negative."""
     factor = values.get("reward.reward_scale")
     right, wrong = values.get("reward.reward_max_val", 1.0), values.get("reward.reward_min_val", -1.0)
     if wrong != -right:
@@ -130,12 +133,12 @@ def scale(value: object, values: Values) -> object:
 
 
 def no_limit(value: Any, values: Values) -> object:
-    """RLinf switches top-k off with 0, a negative number, or more than any vocabulary holds."""
+    """Return top-k; -1 if RLinf disables it: by 0, a negative number, or one larger than any vocabulary."""
     return -1 if value <= 0 or value >= 1_000_000 else value
 
 
 def first_policy_step(value: object, values: Values) -> object:
-    """RLinf counts the steps that the policy waits, `trainer.critic_warmup` names the first in which it learns."""
+    """Return the first step that updates the policy (`trainer.critic_warmup`); RLinf counts the steps before it."""
     return value + 1 if isinstance(value, int) and value > 0 else value
 
 
@@ -145,7 +148,7 @@ def as_it_is(value: object, values: Values) -> object:
 
 
 def model_format(section: str) -> Convert:
-    """The model's format, where FSDP does not compute in one of its own."""
+    """Return the conversion of the model's dtype; UNSET if FSDP computes in a dtype of its own."""
 
     def convert(value: object, values: Values) -> object:
         mixed = values.get(f"{section}.fsdp_config.mixed_precision.param_dtype")
@@ -155,12 +158,12 @@ def model_format(section: str) -> Convert:
 
 
 def above_zero(value: object, values: Values) -> object:
-    """Return the value, or UNSET for 0, which is off."""
+    """Return the value, or UNSET for 0, which disables it."""
     return value or UNSET
 
 
 def recomputes(section: str) -> Convert:
-    """Whether activations are recomputed: Megatron and FSDP have a key each, and one that is on is enough."""
+    """Return the conversion to gradient checkpointing: Megatron and FSDP have separate keys, one of which is enough."""
 
     def convert(value: object, values: Values) -> object:
         granularity = values.get(f"{section}.model.recompute_granularity")
@@ -170,7 +173,7 @@ def recomputes(section: str) -> Convert:
 
 
 def decay_length(section: str) -> Convert:
-    """Training steps of a decay, which RLinf counts in optimizer steps; over the whole run where they are as many."""
+    """Return the conversion of the decay's length from optimizer to training steps; UNSET if it is the full run."""
 
     def convert(value: object, values: Values) -> object:
         schedule = f"{section}.lr_sched"
@@ -189,7 +192,7 @@ def decay_length(section: str) -> Convert:
 
 
 def reads_megatron(section: str) -> Convert:
-    """A path is enough, but weights that are converted out of Hugging Face's, as `use_hf_ckpt` asks, have none."""
+    """Return the conversion of the path of a Megatron checkpoint to the flag for it; `use_hf_ckpt` contradicts it."""
 
     def convert(value: object, values: Values) -> object:
         if value is not None and values.get(f"{section}.megatron.use_hf_ckpt"):
@@ -200,7 +203,8 @@ def reads_megatron(section: str) -> Convert:
 
 
 def reward_kl(convert: Convert) -> Convert:
-    """RLinf's KL penalty in the rewards of REINFORCE++; its baseline there leaves the penalty out."""
+    """Return the conversion of the KL penalty in rewards; refused with the baseline of REINFORCE++, which in RLinf
+    leaves the penalty out."""
 
     def converted(value: Any, values: Values) -> object:
         if value and values.get("algorithm.use_reinpp_baseline"):
@@ -213,12 +217,13 @@ def reward_kl(convert: Convert) -> Convert:
 
 
 def recomputed(value: object, values: Values) -> object:
-    """RLinf recomputes log-probs wherever it is to correct for the sampler's."""
+    """Return whether log-probs are not recomputed; RLinf recomputes them if configured, or to correct for the
+    sampler."""
     return not (values.get("algorithm.recompute_logprobs", True) or values.get("algorithm.importance_sampling_fix"))
 
 
 def _schedules(section: str, native: str) -> Table:
-    """Rows of the learning rate's schedule: `lr_sched`, which Megatron reads, and that of `optim`, which FSDP reads."""
+    """Return the rows of learning rate schedules: `lr_sched`, which Megatron reads, and `optim`, which FSDP reads."""
     optim, schedule, rate = f"{section}.optim", f"{section}.lr_sched", f"{native}.optim"
 
     def megatron(*keys: str, by: Convert = same) -> Mapped:
@@ -249,7 +254,7 @@ def _schedules(section: str, native: str) -> Table:
 
 
 def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
-    """Rows of a model that is trained: `actor` or `critic`."""
+    """Return the rows of a trained model, `actor` or `critic`."""
     optim = f"{section}.optim"
     return {
         **megatron_model(f"{section}.model", native),
@@ -450,4 +455,4 @@ TEXT: Table = {
     "reward.use_prompt": Refused("rules read the response and its row, not the prompt", fine=(False, None)),
     "reward.tokenizer.*": NoEffect("rules read text, not tokens"),
 }  # fmt: skip
-"""Every key of a text run that RLinf's PPO page and its PPO recipe name."""
+"""All keys of text runs in RLinf's PPO documentation and its PPO recipe."""

@@ -1,4 +1,4 @@
-"""Sizes of a text run: prompts and responses of a step, tokens of a response, rows of a file."""
+"""Conversions of sizes in text runs: prompts and responses per step, tokens per response, rows of a file."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tether.integrations.rlinf.rows import UNSET, NotRead, Unsupported, Values, 
 
 
 def prompts_per_step(value: object, values: Values) -> object:
-    """`rollout_epoch` rollouts of `rollout_batch_size` prompts make one training batch."""
+    """Return the prompts of a training batch: `rollout_epoch` rollouts of `rollout_batch_size` prompts."""
     prompts = positive_int(values, "data.rollout_batch_size", None)
     return UNSET if prompts is None else prompts * positive_int(values, "algorithm.rollout_epoch", 1)
 
 
 def mini_batch(value: object, values: Values) -> object:
-    """Prompts an optimizer step: parts of a rollout, or of `global_batch_size` responses where it has no size."""
+    """Return the prompts per optimizer step, from the size of a rollout, or else from `global_batch_size` responses."""
     group, prompts = (
         positive_int(values, "algorithm.group_size", 1),
         positive_int(values, "data.rollout_batch_size", None),
@@ -31,21 +31,22 @@ def mini_batch(value: object, values: Values) -> object:
 
 
 def responses(value: object, values: Values) -> object:
-    """Responses an optimizer step, which RLinf computes from the size of a rollout whatever the file says."""
+    """Return the prompts per optimizer step from `global_batch_size`, which RLinf ignores if a rollout has a size."""
     if values.get("data.rollout_batch_size") is not None:
         raise NotRead("follows from data.rollout_batch_size, group_size and n_minibatches")
     return mini_batch(value, values)
 
 
 def micro_batch(value: object, values: Values) -> object:
-    """Responses of a forward pass."""
+    """Return the responses per forward pass."""
     if values.get("algorithm.training_batch_size_per_gpu") is not None:
         raise NotRead("RLinf reads algorithm.training_batch_size_per_gpu in its place")
     return value
 
 
 def response_length(value: object, values: Values) -> object:
-    """RLinf's room for the response: the sequence without the longest prompt, or the limit that is given."""
+    """Return the maximum response length: the configured limit, or the sequence length minus the maximum prompt
+    length."""
     limit = positive_int(values, "algorithm.sampling_params.max_new_tokens", None)
     total, prompt = (
         positive_int(values, "runner.seq_length", None),
@@ -59,5 +60,5 @@ def response_length(value: object, values: Values) -> object:
 
 
 def first_rows(value: Any, values: Values) -> object:
-    """Rows that are used of a file; a negative number: all."""
+    """Return the maximum number of rows of a file; UNSET for a negative number, which means all."""
     return UNSET if value is None or value < 0 else value

@@ -1,4 +1,4 @@
-"""The value of every key of an RLinf file, with interpolations and RLinf's resolvers resolved one by one."""
+"""Reads the value of each key of an RLinf file; interpolations and RLinf's resolvers are resolved key by key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tether.types import JsonObject
 
 
 def section_at(tree: JsonObject, path: str) -> JsonObject:
-    """Return the section at a dotted path; empty if there is none, or something else."""
+    """Return the section at a dotted path; empty if it is missing or not a section."""
     for name in path.split("."):
         inner = tree.get(name)
         tree = inner if isinstance(inner, dict) else {}
@@ -46,12 +46,13 @@ RESOLVERS: Mapping[str, Callable[..., object]] = {
     "torch.dtype": str,
     "now": lambda form: datetime.now().strftime(form),
 }
-"""The resolvers that RLinf registers, and Hydra's `now`; a dtype stays its name, since a config imports no torch."""
+"""The resolvers that RLinf registers, and Hydra's `now`; dtypes stay names, because configurations do not import
+torch."""
 
 
 @contextmanager
 def resolvers() -> Iterator[None]:
-    """Register RLinf's resolvers for the duration of a block; those of the same name that exist already stay."""
+    """Register RLinf's resolvers inside the context; existing resolvers with the same names are not replaced."""
     added = [name for name in RESOLVERS if not OmegaConf.has_resolver(name)]
     for name in added:
         OmegaConf.register_new_resolver(name, RESOLVERS[name])
@@ -63,9 +64,10 @@ def resolvers() -> Iterator[None]:
 
 
 def values_of(tree: Mapping[str, object], table: Table) -> tuple[dict[str, object], list[Problem]]:
-    """Return every value by dotted path; a mapping with a row of its own, or a section with `section.*`, is one value.
+    """Return all values by dotted path, and problems with values that cannot be resolved.
 
-    Keys whose value does not matter are not resolved. A value that does not resolve is a problem.
+    A mapping with a row of its own, or a section with a row `section.*`, is one value. Keys whose values have no effect
+    are not resolved.
     """
     values: dict[str, object] = {}
     problems: list[Problem] = []
@@ -94,7 +96,7 @@ def _walk(section: DictConfig, prefix: str, table: Table) -> Iterator[tuple[str,
             if isinstance(value, DictConfig) and path not in table and (value or _is_section(path, table)):
                 yield from _walk(value, f"{path}.", table)
             elif value is None and path not in table and _is_section(path, table):
-                continue  # a section of which all lines are gone
+                continue  # a section without any keys
             else:
                 plain = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
                 yield (path, plain) if path in table or not _is_section(path, table) else _no_section(path, plain)
@@ -106,7 +108,7 @@ def _walk(section: DictConfig, prefix: str, table: Table) -> Iterator[tuple[str,
 
 def _unresolved(path: str, written: object, why: str) -> Problem:
     kind, in_resolver, refused = why.partition(" raised while resolving interpolation: ")
-    if in_resolver and kind != "KeyError":  # which is an environment variable that is not set
+    if in_resolver and kind != "KeyError":  # a KeyError means that an environment variable is not set
         return Problem(path, f"{written} does not resolve ({refused})", "correct its arguments")
     return Problem(path, f"does not resolve ({why})", "name an existing key, or set the environment variable")
 

@@ -1,1 +1,1 @@
-"""Vision-language-action and flow policies, the simulators of robots, recorded demonstrations and cloning them."""
+"""Vision-language-action and flow policies, robot simulators, recorded demonstrations and behaviour cloning."""

@@ -1,7 +1,7 @@
-"""Actions as bin indices, as vision-language-action policies choose them (RT-2, OpenVLA).
+"""Actions as bin indices, for vision-language-action policies (RT-2, OpenVLA).
 
 The range of each column is scaled to [-1, 1], which 256 equidistant edges divide into 255 bins. As in OpenVLA, index
-255 also means the last bin.
+255 also denotes the last bin.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NUM_INDICES = 256
 EDGES = np.linspace(-1.0, 1.0, NUM_INDICES)
 CENTERS = (EDGES[:-1] + EDGES[1:]) / 2
 EPSILON = 1e-8
-"""Added to each range, so that a constant column does not divide by zero."""
+"""Added to each range, so that constant columns do not cause a division by zero."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ActionBins:
 
 
 def check_bounds(env_id: str, low: Sequence[float], high: Sequence[float]) -> ActionBins:
-    """Return the bins of a bounded action space.
+    """Return the bins for a bounded action space.
 
     Raises:
         ValueError: a column is not bounded.

@@ -1,9 +1,8 @@
 """Behaviour cloning: a policy learns to take the actions of recorded episodes.
 
-The loss is the mean negative log-probability of each column of the recorded actions, so it is the cross-entropy for
-choices and action tokens, and half the squared error over the variance, up to a constant, for a Gaussian whose standard
-deviation is not trained (Pomerleau 1988). A flow-matching policy has its own loss, with noise that is the same in every
-measurement.
+The loss is the mean negative log-probability per column of the recorded actions. For discrete actions and action tokens
+this is the cross-entropy, for a Gaussian with fixed standard deviation half the squared error over the variance, up to
+a constant (Pomerleau 1988). A flow-matching policy has its own loss; its measurements all use the same noise.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Clonable(Protocol):
         ...
 
     def log_probs(self, obs: Any, actions: Tensor) -> Tensor:
-        """Return the log-probs [B, K * D] of actions [B, K * D], differentiable, from the result of `inputs`."""
+        """Return differentiable log-probs [B, K * D] of actions [B, K * D], given the result of `inputs`."""
         ...
 
 
@@ -42,7 +41,7 @@ class MatchesFlow(Protocol):
     """A policy that is trained by a flow-matching loss."""
 
     def imitation_losses(self, obs: Any, actions: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the losses [B, K * D] of actions [B, K * D], differentiable, with noise from the generator."""
+        """Return differentiable losses [B, K * D] of actions [B, K * D], with noise from the generator."""
         ...
 
 
@@ -51,11 +50,11 @@ class CloningData:
     """S decisions to imitate, each a chunk of actions."""
 
     obs: TensorDict
-    """[S, ...] observations as the environment returns them."""
+    """[S, ...]: observations as the environment returns them."""
     actions: Tensor
     """[S, K * D]"""
     mask: Tensor
-    """[S, K]: which actions are before the end of the episode."""
+    """[S, K]: whether an action is before the end of the episode."""
 
     def __len__(self) -> int:
         return len(self.obs)
@@ -83,7 +82,7 @@ def windows(
     actions: Sequence[NDArray[np.generic]],
     chunk: int,
 ) -> CloningData:
-    """Make a decision of every step of the episodes, on its action and the `chunk` - 1 that follow.
+    """Make a decision for each step of the episodes, with its action and the `chunk` - 1 that follow.
 
     Args:
         obs: observations [T, ...] of each episode.
@@ -127,7 +126,7 @@ class Cloning:
     """Seed of the order of the decisions."""
 
     def run(self) -> Iterator[dict[str, float]]:
-        """Train and yield the metrics before the first epoch and after each; at the end the best weights are loaded."""
+        """Train, and yield metrics before the first epoch and after each; at the end, load the best weights."""
         optimizer = torch.optim.AdamW(self.parameters, lr=self.options.lr, weight_decay=self.options.weight_decay)
         best = self.measure(self.held_out)
         yield {"bc/held_out_loss": best}
@@ -146,7 +145,7 @@ class Cloning:
 
     @torch.no_grad()
     def measure(self, data: CloningData) -> float:
-        """Return the loss of decisions, in nats per column, or as the squared error of a column for a flow."""
+        """Return the loss of decisions, in nats per column, or for a flow the squared error per column."""
         size = self.options.batch_size
         batches = [data.rows(slice(start, start + size)) for start in range(0, len(data), size)]
         noise = generator(self.seed, 0, "held-out noise")

@@ -1,4 +1,4 @@
-"""Actions as flow-matching policies record them: the first columns are the action, in the policy's scale."""
+"""Actions as flow-matching policies record them: the first columns are the action in the policy's scale."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ChainActions:
     offset: tuple[float, ...]
     """Offset of each of the D columns of the environment's actions."""
     scale: tuple[float, ...]
-    """Scale of each of them."""
+    """Scale of each of the D columns."""
     width: int
     """Number of recorded columns."""
 

@@ -1,4 +1,4 @@
-"""Collection of episodes in a simulator, and behaviour cloning of them."""
+"""Records episodes in a simulator, and trains a policy on them by behaviour cloning."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def clone(
     """Train a new policy to imitate recorded episodes, and write a checkpoint from which a run can start.
 
     Args:
-        loaded: the configuration of that run.
+        loaded: the configuration of the run.
         data: folder of the dataset.
         out: folder of the checkpoint; None: ``cloned`` in the folder of the run.
         options: options of the optimizer and the length of the training.

@@ -1,4 +1,4 @@
-"""Recording of episodes in a simulator, and training of a policy that imitates them."""
+"""Builds the recording of episodes in a simulator, and the training of a policy that imitates them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tether.runtime.user_files import import_python_file
 
 SOURCE = "--from"
 SCRIPTED = "scripted"
-"""The source name of the simulator's own policy."""
+"""Name of the source that is the simulator's scripted policy."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ def build_recording(
     Args:
         loaded: the configuration.
         source: a checkpoint, whose policy acts without noise; ``file.py:function``; or ``scripted``, the simulator's
-            own policy.
+            scripted policy.
         episodes: number of episodes.
         seed: seed of the start states; None: ``env.train.seed``.
-        only_successful: drop episodes without success.
+        only_successful: whether to drop episodes without success.
 
     Raises:
-        ValueError: the environment cannot be made singly, the source does not exist, or its actions do not fit.
+        ValueError: a single environment cannot be made, the source does not exist, or its actions do not fit.
     """
     config = loaded.config
     set_threads(config.trainer.num_threads)
@@ -66,7 +66,7 @@ def build_recording(
     if section.env_type in SELF_RESETTING:
         kind = section.env_type
         raise ValueError(f"env.train.env_type: {kind} makes no single environment to record. Use gymnasium.")
-    options = env_options(section, "env.train", {}, view_of(section))  # first: it reports if Gymnasium is missing
+    options = env_options(section, "env.train", {}, view_of(section))  # first, to report if Gymnasium is missing
     record = importlib.import_module("tether.integrations.robots.demonstration_recorder")
     make = importlib.import_module("tether.control.envs.make")
     env = make.make_one(options)
@@ -100,7 +100,7 @@ def build_cloning(
         folder: folder of the dataset.
         options: options of the training.
         held_out: share of the episodes for validation.
-        quantiles: quantiles of the recorded actions that become the bounds of action tokens.
+        quantiles: quantiles of the recorded actions, which become the bounds of action tokens.
 
     Raises:
         ValueError: the dataset is not usable or does not fit the environments, or the policy is recurrent.
@@ -126,7 +126,7 @@ def build_cloning(
         policy = new_policy(config.policy, model, env, width, config.trainer.seed, bounds or scales)
         policy.spaces = spaces_of(env)
     spec = policy.spec
-    if isinstance(spec, VlaSpec):  # a published policy may have its own
+    if isinstance(spec, VlaSpec):  # a published policy may have its own bounds
         actions = [_bins(spec).encode(columns) for columns in actions]
     chunk = spec.horizon if isinstance(spec, FlowSpec) else spec.num_action_chunks
     learned, validation = split_episodes(len(episodes), held_out, config.trainer.seed)
@@ -136,7 +136,7 @@ def build_cloning(
 
     learn_from = data(learned)
     policy.update_statistics(learn_from.obs)
-    # The standard deviation of a Gaussian stays policy.init_logstd, because imitation would shrink it to zero.
+    # A Gaussian's standard deviation is not trained, because imitation would shrink it to zero.
     trained = [
         value for name, value in policy.named_parameters() if value.requires_grad and not name.endswith("logstd")
     ]
@@ -187,7 +187,7 @@ def _actions(episode: Demonstration, env: VectorEnv, folder: Path) -> Array:
 
 
 def _refuse_forbidden(env: VectorEnv, obs: Observation, actions: Array, where: str) -> None:
-    """Refuse actions that the recorded masks forbid: the policy could never choose them, so their loss would be huge.
+    """Refuse actions that the recorded masks forbid: the policy can never choose them, so their loss would be huge.
 
     Raises:
         ValueError: the message names the first such action.

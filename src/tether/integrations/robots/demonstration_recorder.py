@@ -22,7 +22,7 @@ ATTEMPTS = 20
 
 
 def scripted(function: Callable[[Env, Raw], Raw], codec: ActionCodec) -> Demonstrator:
-    """Return a demonstrator that calls a function (environment, observation) -> action, which may inspect the
+    """Return a demonstrator that calls a function (environment, observation) -> action; the function may inspect the
     environment."""
 
     def decide(env: Env, obs: Raw, fields: Observation, first: bool) -> Array:
@@ -37,8 +37,8 @@ def of_policy(act: Act, chunk: int, state_width: int, decode: Callable[[Array], 
     Args:
         act: the policy.
         chunk: K, the number of actions per decision.
-        state_width: width of its recurrent state.
-        decode: converts its choices to actions [K, D].
+        state_width: width of the policy's recurrent state.
+        decode: converts the policy's output to actions [K, D].
     """
     state = np.zeros((1, state_width), dtype=np.float32)
 
@@ -67,10 +67,10 @@ def record(
         decide: the demonstrator.
         episodes: number of episodes to record.
         seed: seed of the start states.
-        only_successful: skip episodes in which the task is never solved.
+        only_successful: whether to skip episodes in which the task is never solved.
 
     Raises:
-        ValueError: an action does not fit the space; or fewer than `episodes` of `ATTEMPTS` x `episodes` attempts
+        ValueError: an action does not fit the space, or fewer than `episodes` of `ATTEMPTS` x `episodes` attempts
             succeed.
     """
     codec = ActionCodec.of(env.action_space, env_id)

@@ -1,4 +1,4 @@
-"""Builds flow-matching policies: new, with a checkpoint's shape, or from lerobot's files."""
+"""Builds flow-matching policies: new ones, ones with a checkpoint's spec, or ones from lerobot's files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUANTILES = (0.01, 0.99)
 
 
 def weights_folder(path: str) -> Path | None:
-    """Return the folder of a policy in lerobot's format that the run starts from, or None."""
+    """Return the path if it is the folder of a policy in lerobot's format, or None."""
     is_pretrained = path and importlib.import_module("tether.integrations.robots.flow.pretrained").is_pretrained(
         Path(path)
     )
@@ -41,7 +41,7 @@ def new_policy(
     seed: int,
     known_fields: Mapping[str, object] | None = None,
 ) -> FlowPolicy:
-    """Return a policy for the environment, with weights initialized by the seed or of lerobot's folder.
+    """Return a policy for the environment, with weights initialised by the seed or loaded from lerobot's folder.
 
     Args:
         policy: section of the policy.
@@ -49,11 +49,11 @@ def new_policy(
         env: the environment.
         value_width: number of values per observation, V.
         seed: seed of the weights.
-        known_fields: fields of the shape: scales of recorded episodes, or `FlowPolicy.inherited_fields` of a
-        checkpoint.
+        known_fields: fields of the spec that are already known: scales of recorded episodes, or
+            `FlowPolicy.inherited_fields` of a checkpoint.
 
     Raises:
-        ValueError: the actions are discrete, the pictures are not RGB, or the folder's policy does not fit.
+        ValueError: the actions are discrete, the images are not RGB, or the folder's policy does not fit.
     """
     actions = env.actions
     if not isinstance(actions, ContinuousActions):
@@ -101,7 +101,7 @@ def new_policy(
 def scales_of_data(
     policy: PolicyConfig, layout: ObsLayout, obs: Sequence[Observation], actions: Sequence[Array]
 ) -> dict[str, Scale]:
-    """Return the scales of recorded episodes: pi0 by mean and standard deviation, pi0.5 by quantiles.
+    """Return the scales for recorded episodes: from mean and standard deviation for pi0, from quantiles for pi0.5.
 
     Args:
         policy: section of the policy.
@@ -115,7 +115,7 @@ def scales_of_data(
     rows = {"action_scale": np.concatenate(actions)}
     if _numbers(layout):
         rows["state_scale"] = row(seen).numpy()
-    if columns := policy.relative_actions:  # of an action alone; the later ones of a chunk differ more
+    if columns := policy.relative_actions:  # relative to its own observation; later actions of a chunk differ more
         rows["action_scale"] = rows["action_scale"].copy()
         rows["action_scale"][:, :columns] -= rows["state_scale"][:, :columns]
     return {name: _scale_of_rows(values.astype(np.float64), policy.model_type) for name, values in rows.items()}
@@ -156,7 +156,7 @@ def _check_pictures(env: VectorEnv, model_type: str) -> None:
 
 
 def _new_fields(policy: PolicyConfig, env: VectorEnv) -> dict[str, Any]:
-    """Return the fields of a small policy, no larger than the environment requires."""
+    """Return the fields of a new small policy, no larger than the environment requires."""
     backbone = importlib.import_module("tether.integrations.robots.flow.backbone")
     prompts = importlib.import_module("tether.integrations.robots.flow.prompts")
     width = row_width(_numbers(env.layout))
@@ -231,10 +231,10 @@ def _pretrained_fields(policy: PolicyConfig, env: VectorEnv, folder: Path) -> di
 
 
 def _tokenizer(path: str | None, folder: Path, sizes: Mapping[str, int] | None) -> str | None:
-    """Return the folder of the tokenizer; None: bytes.
+    """Return the folder of the tokenizer; None: bytes are the tokens.
 
     Raises:
-        ValueError: there is no tokenizer, and the vocabulary is not that of bytes.
+        ValueError: there is no tokenizer, and the network's vocabulary is not of bytes.
     """
     if path is not None:
         return path

@@ -1,6 +1,6 @@
-"""Datasets of episodes on disk, in LeRobot's format.
+"""Reads and writes datasets of episodes in LeRobot's format.
 
-Written is version 2.1: one parquet file per episode, with pictures as PNG::
+Datasets are written in version 2.1, with one parquet file per episode, and images as PNG::
 
     meta/info.json             version, counts, features
     meta/tasks.jsonl           index -> text of each task
@@ -8,7 +8,7 @@ Written is version 2.1: one parquet file per episode, with pictures as PNG::
     meta/episodes_stats.jsonl  minimum, maximum, mean and standard deviation of each feature
     data/chunk-000/episode_000000.parquet
 
-Versions 2.0, 2.1 and 3.0, which packs several episodes into a file, can be read; videos cannot.
+Versions 2.0, 2.1 and 3.0, which packs several episodes into a file, can be read. Videos are not supported.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def write_dataset(folder: Path, episodes: Iterable[Demonstration], *, fps: int, 
         folder: a new or empty folder.
         episodes: episodes with the same observations and actions.
         fps: steps per second.
-        robot: name of the embodiment or environment; also the task of episodes without one.
+        robot: name of the embodiment or environment; also the task of episodes that have none.
 
     Raises:
         ValueError: the folder is not empty, or there are no episodes.
@@ -96,8 +96,8 @@ def read_dataset(folder: Path) -> list[Demonstration]:
     """Read all episodes, in order.
 
     Raises:
-        ValueError: the version or videos are not supported, a value is not finite, or the files are inconsistent in the
-            episodes, their lengths, types or shapes.
+        ValueError: the version is not supported, there are videos, a value is not finite, or the files are inconsistent
+            in the episodes, their lengths, types or shapes.
     """
     meta = read_meta(folder)
     files = sorted((folder / "data").rglob("*.parquet"))
@@ -159,7 +159,7 @@ def _feature(column: Array) -> JsonObject:
 
 
 def _write_parquet(path: Path, columns: Mapping[str, Array], features: JsonObject) -> None:
-    # LeRobot recognises pictures by the schema of the `datasets` library.
+    # LeRobot recognises images by the schema of the `datasets` library.
     schema: pyarrow.Schema = datasets.Features(
         {name: _arrow_feature(feature) for name, feature in features.items()}
     ).arrow_schema
@@ -211,7 +211,7 @@ def _tasks(numbers: Array, meta: Meta, locate: Callable[[int], str]) -> Array:
 
 
 def _check_frames(index: int, frames: Array, start: int, locate: Callable[[int], str]) -> None:
-    """Refuse an episode whose frames are not 0, 1, 2, ...; it begins at frame `start` of the dataset."""
+    """Refuse an episode whose frames are not numbered 0, 1, 2, ...; `start` is its first frame in the dataset."""
     wrong = np.flatnonzero(frames != np.arange(len(frames)))
     if not len(wrong):
         return
@@ -224,7 +224,7 @@ def _check_frames(index: int, frames: Array, start: int, locate: Callable[[int],
 
 
 def _check_lengths(folder: Path, meta: Meta, lengths: Mapping[int, int]) -> None:
-    """Refuse episodes that differ from those that the dataset lists."""
+    """Refuse episodes whose lengths differ from the dataset's metadata."""
     fix = "Fetch the dataset again, or correct the number."
     listed = lengths if meta.lengths is None else meta.lengths
     for index in sorted(lengths.keys() | listed.keys()):
@@ -249,7 +249,7 @@ def _episode(columns: Mapping[str, Array]) -> Demonstration:
 
 
 def _check_finite(episode: Demonstration, folder: Path, index: int) -> None:
-    """Refuse values that are not finite, so that no policy learns from them."""
+    """Refuse values that are not finite, before a policy is trained on them."""
     numbers = {name: values for name, values in episode.observations.items() if values.dtype.kind == "f"}
     for name, column in (numbers | {ACTION: episode.actions}).items():
         bad = np.argwhere(~np.isfinite(column))

@@ -1,4 +1,4 @@
-"""Columns of one parquet file in LeRobot's format, as arrays of the types and shapes in the metadata."""
+"""Reads the columns of a parquet file in LeRobot's format as arrays with the types and shapes in the metadata."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tether.observations import Array
 from tether.runtime.install import pip_install
 
 FLAT = (EPISODE, FRAME, TASK_INDEX, REWARD, SUCCESS)
-"""Columns [T] of one number per frame; the others are [T, width]."""
+"""Columns with a single number per frame, [T]; other columns are [T, width]."""
 
 
 def read_columns(file: Path, meta: Meta) -> dict[str, Array]:
     """Read the columns of the metadata's features from a file.
 
     Returns:
-        Name -> numbers [T, width] ([T] for `FLAT`), or uint8 pictures [T, H, W, C].
+        Name -> numbers [T, width] ([T] for `FLAT`), or uint8 images [T, H, W, C].
 
     Raises:
         ValueError: the file is broken, lacks a column, or a row does not match the metadata.
@@ -46,7 +46,7 @@ def read_columns(file: Path, meta: Meta) -> dict[str, Array]:
 
 
 def png() -> ModuleType:
-    """Return the module that reads and writes pictures.
+    """Return the module that reads and writes PNG images.
 
     Raises:
         ValueError: Pillow is not installed.
@@ -69,7 +69,7 @@ def _column(cells: list[object], name: str, feature: Feature, file: Path) -> Arr
 
 
 def _numbers(cells: list[object], feature: Feature) -> Array | str:
-    """Return the numbers of frames [T, width], or a text that says what is wrong."""
+    """Return the numbers of frames [T, width], or a description of the problem."""
     described = f"not {feature.width} numbers, as meta/info.json says. Correct one of them, or leave the episode out."
     try:
         numbers = np.array(cells).reshape(len(cells), -1)

@@ -1,4 +1,4 @@
-"""The folder `meta` of a dataset in LeRobot's format: features, tasks and episode lengths."""
+"""Reads the folder `meta` of a dataset in LeRobot's format: features, tasks and episode lengths."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Feature:
     """A column as `info.json` describes it."""
 
     dtype: str
-    """NumPy dtype, or `image`."""
+    """Name of a NumPy dtype, or `image`."""
     shape: tuple[int, ...]
 
     @property
@@ -56,7 +56,7 @@ def read_meta(folder: Path) -> Meta:
     """Read and check the metadata of a dataset.
 
     Raises:
-        ValueError: a file is missing or broken, or the version or videos are not supported.
+        ValueError: a file is missing or broken, the version is not supported, or there are videos.
     """
     file = folder / "meta" / "info.json"
     if not file.is_file():
@@ -81,7 +81,7 @@ def read_meta(folder: Path) -> Meta:
 
 
 def read_parquet(file: Path, names: Collection[str]) -> dict[str, list[object]]:
-    """Read the cells of these columns, omitting those that the file lacks.
+    """Read the cells of these columns; columns that the file lacks are omitted.
 
     Raises:
         ValueError: the file is broken.

@@ -1,4 +1,4 @@
-"""LIBERO: manipulation by a Panda arm in robosuite, from benchmark start states, with success as the reward."""
+"""LIBERO: manipulation with a Panda arm in robosuite, from the benchmark's start states, with success as the reward."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tether.control.envs.make import EnvOptions
 from tether.observations import Array
 
 STATE = ("robot0_proprio-state", "object-state")
-"""Entries of robosuite's observation that are concatenated to the state: robot (arm and gripper) and objects."""
+"""Entries of robosuite's observation whose concatenation is the state: robot (arm and gripper) and objects."""
 DEFAULT_MAX_STEPS = 1000
-"""Episode length if `max_episode_steps` is not set: LIBERO's own horizon."""
+"""Episode length if `max_episode_steps` is not set: LIBERO's horizon."""
 SETTLING_STEPS = 10
 """Idle steps after a start state is set, so that objects come to rest."""
 IDLE_ACTION = np.array([0, 0, 0, 0, 0, 0, -1], dtype=np.float32)
@@ -35,19 +35,19 @@ Obs = NDArray[np.float32] | dict[str, Raw]
 
 @dataclass(frozen=True)
 class LiberoView:
-    """What an observation shows."""
+    """Options of observations."""
 
     cameras: tuple[str, ...] = ()
     """Names of the cameras to observe."""
     state: str = "full"
-    """``full``: robot and objects. ``hand``: position, rotation (axis times angle) and both fingers, as in the data
-    sets that published policies learned from."""
+    """``full``: robot and objects. ``hand``: position, rotation (axis times angle) and both fingers, as in the datasets
+    of published policies."""
     mirrored: bool = False
-    """Mirror pictures from left to right, as published policies saw them."""
+    """Whether to mirror images horizontally, as for published policies."""
     longest: int | None = None
-    """Bytes of the longest instruction; None: instructions are not shown."""
+    """Maximum bytes of an instruction; None: observations have no instruction."""
     letters: str = ""
-    """All characters of the instructions."""
+    """All characters that occur in instructions."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,15 @@ class LiberoTask:
 
 
 class LiberoTasks(gymnasium.Env[Raw, NDArray[np.float32]]):
-    """Tasks of LIBERO; each episode is of a task and from a start state drawn at random, and ends with success.
+    """Tasks of LIBERO; each episode has a random task and start state, and ends with success.
 
     All start states of all tasks are equally likely. The observation is the state [S]; with cameras or instructions it
-    is a Dict with ``state``, one uint8 picture [H, W, 3] per camera, and the instruction as ``task``.
+    is a Dict with ``state``, one uint8 image [H, W, 3] per camera, and the instruction as ``task``.
 
     Args:
         tasks: the tasks.
-        make: makes LIBERO's environment of a task's file. There is one at a time, since each has its own renderer.
-        view: what an observation shows.
+        make: makes LIBERO's environment for a task's file. Only one exists at a time, since each has its own renderer.
+        view: options of observations.
         settling_steps: idle steps at the start of an episode.
     """
 
@@ -99,7 +99,7 @@ class LiberoTasks(gymnasium.Env[Raw, NDArray[np.float32]]):
         if number != self._number:
             self._env.close()
             self._number, self._env = number, self._make(self._tasks[number].file)
-        if seed is not None or len(self._tasks) > 1:  # an environment that was made anew has no seed
+        if seed is not None or len(self._tasks) > 1:  # a newly created environment has no seed
             self._env.seed(int(self.np_random.integers(2**31)) if len(self._tasks) > 1 else seed)
         self._env.reset()
         start = self._tasks[number].start_states[drawn - sum(counts[:number])]
@@ -155,12 +155,12 @@ def axis_angle(quaternion: Array) -> Array:
 
 
 def make_env(options: EnvOptions, arguments: Arguments) -> Env:
-    """Make one environment of a task, ``libero_spatial/0``, or of all tasks of a suite, ``libero_spatial``.
+    """Make one environment of a task (``libero_spatial/0``) or of all tasks of a suite (``libero_spatial``).
 
     Args:
         options: options of the environments.
         arguments: arguments of LIBERO's environment, and of this adapter: ``cameras``, ``state`` and ``mirrored`` of
-            `LiberoView`, ``instruction`` (whether to show it as ``task``) and ``settling_steps``.
+            `LiberoView`, ``instruction`` (whether to include it as ``task``) and ``settling_steps``.
 
     Raises:
         ValueError: there is no such suite, task or state, or a video is requested without a camera.
@@ -185,7 +185,7 @@ def make_env(options: EnvOptions, arguments: Arguments) -> Env:
         raise ValueError(f"{options.role}.init_params.state is {state!r}. Use {' or '.join(STATES)}.")
     if render_mode and not cameras:
         raise ValueError(NO_VIDEOS)
-    # All instructions of the suite, so that each of its tasks has the same space.
+    # All instructions of the suite, so that all of its tasks have the same space.
     texts = [str(benchmark.get_task(number).language) for number in range(count)] if instruction else []
     tasks = [
         LiberoTask(
@@ -209,7 +209,7 @@ def make_env(options: EnvOptions, arguments: Arguments) -> Env:
             **{
                 "use_camera_obs": bool(cameras),
                 "has_offscreen_renderer": bool(cameras),
-                # robosuite's `done` does not distinguish the time limit from an end, so `TimeLimit` truncates instead.
+                # robosuite's `done` does not distinguish time limit and termination, so `TimeLimit` truncates instead.
                 "ignore_done": True,
                 **({"camera_names": list(cameras)} if cameras else {}),
                 **env_kwargs,

@@ -23,7 +23,7 @@ def make_batch(options: EnvOptions, arguments: Arguments) -> BatchedEnv | None:
     The GPU is used with ``sim_backend=gpu``, and with ``auto`` if one is available.
 
     Raises:
-        ValueError: there is no such id or no GPU, or an option needs environments that are stepped one by one.
+        ValueError: there is no such id or no GPU, or an option requires environments that are stepped one by one.
     """
     backend = str(arguments.get("sim_backend", "auto"))
     on_gpu = backend.split(":")[0] in GPU or (backend == "auto" and torch.cuda.is_available())
@@ -73,7 +73,7 @@ def _made(options: EnvOptions, arguments: Arguments) -> Env:
 
 
 def _simulation(arguments: Arguments, backend: str) -> Info:
-    """Return the simulation's arguments; by default it observes the state and renders nothing."""
+    """Return the simulation's arguments; by default observations are the state, and nothing is rendered."""
     chosen = {"obs_mode": "state", "sim_backend": backend, **arguments}
     if chosen["sim_backend"] == "auto":
         chosen["sim_backend"] = backend

@@ -1,4 +1,4 @@
-"""MetaWorld v3 by its own names: a single task, or a suite whose task is drawn at random for each episode."""
+"""MetaWorld v3: a single task, or a suite whose task is drawn at random for each episode, by MetaWorld's names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUITES = {
 REWARDS = ("dense", "success")
 INSTRUCTIONS = ("names", "sentences")
 PICTURES = ("camera", "camera_position", "picture_size", "rotated", "shadows")
-"""Arguments of `PictureObservations`; one of them shows pictures."""
+"""Arguments of `PictureObservations`; any of them enables image observations."""
 STATE = 39
 """Size of a task's observation; a suite appends its entries after these."""
 
@@ -42,8 +42,8 @@ class MetaWorldTasks(gymnasium.Env[Array, Array]):
     Args:
         names: names of MetaWorld tasks.
         arguments: arguments of `gymnasium.make` for each task; ``seed`` determines the set of goals.
-        reward: ``dense`` is MetaWorld's own; ``success`` is 1 in a step that solves the task, else 0.
-        settling_steps: steps without motion at the start of an episode.
+        reward: ``dense`` is MetaWorld's reward; ``success`` is 1 in a step that solves the task, otherwise 0.
+        settling_steps: idle steps at the start of an episode.
         instructions: the instruction of each task; by default its name in words.
     """
 
@@ -70,7 +70,7 @@ class MetaWorldTasks(gymnasium.Env[Array, Array]):
         super().reset(seed=seed)
         self._number = int(self.np_random.integers(len(self._names)))
         self._env = self._task(self._number)
-        self.simulator.seed(int(self.np_random.integers(2**31)))  # it ignores the seed of `reset`
+        self.simulator.seed(int(self.np_random.integers(2**31)))  # the simulator ignores the seed of `reset`
         self._obs, info = self._env.reset(options=options)
         for _ in range(self._settling_steps):
             self._obs, *_, info = self._env.step(np.zeros(self.action_space.shape or (), np.float32))
@@ -156,7 +156,7 @@ def make_env(options: EnvOptions, arguments: Arguments) -> Env:
         env = Repeated(env, repeat)
     if not picture_options:
         return env
-    # All sentences, so that a policy of one suite is tested in another.
+    # All instructions, so that a policy of one suite can be evaluated in another.
     return PictureObservations(env, tuple(texts.values()), **picture_options)
 
 

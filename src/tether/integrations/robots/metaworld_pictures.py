@@ -1,4 +1,4 @@
-"""MetaWorld with picture observations: a camera's picture, the state of the hand and the task in words."""
+"""MetaWorld with image observations: a camera's image, the state of the hand and the task in words."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tether.observations import Array
 HAND = 4
 """Leading entries of MetaWorld's observation that describe the hand: its position, and how far it is open."""
 SMOOTHING = (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION, mujoco.mjtRndFlag.mjRND_SKYBOX)
-"""Render flags that are turned off: in software they take ten times as long as everything else."""
+"""Render flags that are disabled: in software rendering, they take ten times as long as everything else."""
 LETTERS = string.ascii_letters + string.digits + " ,"
 
 
 class PictureObservations(Wrapper):
-    """Replaces MetaWorld's observation by a picture, the state of the hand (``state``) and the ``task``.
+    """Replaces MetaWorld's observation by an image, the state of the hand (``state``) and the ``task``.
 
-    The positions of object and goal are visible in the picture only. mujoco renders it, which requires a display or the
+    The positions of object and goal are visible in the image only. mujoco renders it, which requires a display, or the
     environment variable ``MUJOCO_GL`` set to ``egl`` or ``osmesa``.
 
     Args:
@@ -32,9 +32,9 @@ class PictureObservations(Wrapper):
         camera: the name of a MetaWorld camera, or a free camera: ``lookat`` (a point), ``distance`` from it,
             ``azimuth`` and ``elevation`` in degrees.
         picture_size: height and width in pixels.
-        camera_position: where a named camera is, in the place of MetaWorld's own position.
-        rotated: turn pictures by 180 degrees: ``corner2`` hangs upside down.
-        shadows: draw shadows, reflections and smooth edges, as MetaWorld itself does.
+        camera_position: position of a named camera, instead of MetaWorld's.
+        rotated: whether to rotate images by 180 degrees, because ``corner2`` is upside down.
+        shadows: whether to draw shadows, reflections and smooth edges, as MetaWorld does.
 
     Raises:
         ValueError: there is no such camera, or a free camera has a position.
@@ -89,7 +89,7 @@ class PictureObservations(Wrapper):
         if id(simulator) not in self._renderers:  # each task has its own model, kept alive by `self.env`
             if self._position is not None:
                 simulator.model.camera(self._camera).pos[:] = self._position
-                mujoco.mj_camlight(simulator.model, simulator.data)  # moves the camera in the current state, too
+                mujoco.mj_camlight(simulator.model, simulator.data)  # updates the camera's pose for the current state
             self._renderers[id(simulator)] = _renderer(simulator.model, self._size, self._shadows)
         renderer = self._renderers[id(simulator)]
         renderer.update_scene(simulator.data, self._camera)

@@ -1,6 +1,6 @@
-"""Instructions of MetaWorld's fifty tasks: those of LeRobot's data sets, from which published policies learned.
+"""Instructions of MetaWorld's fifty tasks, as in LeRobot's datasets, on which published policies were trained.
 
-They are of LeRobot (Apache License 2.0, `lerobot/envs/metaworld_config.json`); RLinf shows its policies the same.
+They are from LeRobot (Apache License 2.0, `lerobot/envs/metaworld_config.json`); RLinf uses the same.
 """
 
 SENTENCES = {

@@ -1,4 +1,4 @@
-"""Encoding and decoding of PNG pictures in memory, with Pillow."""
+"""Encodes and decodes PNG images in memory, with Pillow."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from PIL import Image
 
 
 def encode_png(picture: NDArray[np.uint8]) -> bytes:
-    """Return the PNG file of a picture [H, W, C] with 1, 3 or 4 channels."""
+    """Return the PNG file of an image [H, W, C] with 1, 3 or 4 channels."""
     file = BytesIO()
     Image.fromarray(picture[:, :, 0] if picture.shape[2] == 1 else picture).save(file, "PNG")
     return file.getvalue()
 
 
 def decode_png(data: bytes) -> NDArray[np.uint8]:
-    """Return the picture [H, W, C] in a file of any format that Pillow supports.
+    """Return the image [H, W, C] in a file of any format that Pillow supports.
 
     Raises:
-        ValueError: the pixels are not bytes, for example in a depth picture.
+        ValueError: the pixels are not bytes, for example in a depth image.
         OSError, SyntaxError: the file is broken.
     """
     image: Image.Image = Image.open(BytesIO(data))

@@ -1,4 +1,4 @@
-"""Builds vision-language-action policies: new, with a checkpoint's shape, or published ones."""
+"""Builds vision-language-action policies: new ones, ones with a checkpoint's spec, or published ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT_LENGTH = 50
 
 
 def weights_folder(path: str) -> Path | None:
-    """Return the folder of a model in transformers' format that the run starts from, or None."""
+    """Return the path if it is the folder of a model in transformers' format, or None."""
     is_published = path and importlib.import_module("tether.integrations.robots.vla.pretrained").is_published(
         Path(path)
     )
@@ -37,7 +37,7 @@ def new_policy(
     seed: int,
     known_fields: Mapping[str, object] | None = None,
 ) -> VlaPolicy:
-    """Return a policy for the environment, with weights initialized by the seed or of a published folder.
+    """Return a policy for the environment, with weights initialised by the seed or loaded from a published folder.
 
     Args:
         policy: section of the policy.
@@ -45,8 +45,8 @@ def new_policy(
         env: the environment.
         value_width: number of values per observation, V.
         seed: seed of the weights.
-        known_fields: fields of the shape: ``low`` and ``high`` of recorded episodes, or `VlaPolicy.inherited_fields` of
-        a checkpoint.
+        known_fields: fields of the spec that are already known: ``low`` and ``high`` of recorded episodes, or
+            `VlaPolicy.inherited_fields` of a checkpoint.
 
     Raises:
         ValueError: the actions are discrete or unbounded, or the published policy does not fit.
@@ -91,8 +91,7 @@ def new_policy(
 def _published_fields(
     policy: PolicyConfig, env: VectorEnv, folder: Path, known_fields: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the fields of a published folder, with its own action ranges if they are configured or no others are
-    known.
+    """Return the fields of a published folder; action ranges are its own if configured, or if no others are known.
 
     Raises:
         ValueError: the policy is not supported, or its actions have a different width.
@@ -127,10 +126,10 @@ def _check_own_keys(policy: PolicyConfig, path: str, *, published: bool) -> None
 
 
 def _check_view(env: VectorEnv, model_type: str) -> None:
-    """Check that the observations have the pictures and the instruction that a published network reads.
+    """Check that the observations have the images and the instruction that a published network reads.
 
     Raises:
-        ValueError: there are none, or too many.
+        ValueError: some are missing, or there are too many.
     """
     kinds = [entry.kind for entry in env.layout]
     if "image" not in kinds or "text" not in kinds:

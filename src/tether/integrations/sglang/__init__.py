@@ -1,4 +1,4 @@
-"""The API of SGLang's servers, for `tether.text.servers`; `weights` has the ways of sending weights to one."""
+"""The API of SGLang's servers, for `tether.text.servers`; `weights` implements the transfer of weights."""
 
 from tether.integrations.sglang.api import SGLang, launch_of
 

@@ -30,7 +30,7 @@ from tether.text.servers import (
 from tether.types import JsonObject
 
 SUPPORTED_VERSIONS = ("0.5.23",)
-"""Versions of SGLang whose source this client follows."""
+"""Versions of SGLang whose source this client is written against."""
 _EXPERTS_FLAG = "--enable-return-routed-experts"
 _MEMORY = {"tags": ["weights", "kv_cache"]}
 
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def launch_of(python: Path, log: Path, options: Mapping[str, object], environment: Mapping[str, str]) -> Launch:
-    """Return a launch with the options that tether needs of every server: token ids, and effective seeds."""
+    """Return a launch with the options that tether requires: token ids instead of text, and effective seeds."""
     required = {"skip_tokenizer_init": True, "enable_deterministic_inference": True}
     module, eager = "sglang.launch_server", "disable_cuda_graph"
     return Launch(python, module, {**required, **options}, environment, log, has_negative_flags=False, eager=eager)
@@ -48,18 +48,18 @@ def launch_of(python: Path, log: Path, options: Mapping[str, object], environmen
 class SGLang:
     """The API of SGLang's servers.
 
-    Seeds are effective only with ``--enable-deterministic-inference``. Its log-probs are those before top-k and top-p;
-    the kept tokens, and the log-probs after them, are returned with ``return_sampling_mask``.
+    Seeds are effective only with ``--enable-deterministic-inference``. Log-probs are before top-k and top-p; with
+    ``return_sampling_mask``, the server also returns the candidate tokens, and log-probs after top-k and top-p.
     """
 
     policy: ServedPolicy
-    """The policy; its type is compared, because SGLang ignores weights that its own model lacks."""
+    """The policy; its model type is checked, because SGLang ignores weights that its model lacks."""
     transfer: str = "auto"
-    """The name in `TRANSFERS` of the way to send weights."""
+    """How weights are sent, a name in `TRANSFERS`."""
     experts: tuple[int, int] | None = None
     """Number of decoder layers of the policy, and of experts per token, if it has any."""
     returns_experts: bool = False
-    """Whether it has to return the experts of each token."""
+    """Whether the server must return the experts of each token."""
 
     name = "sglang"
     title = "SGLang"
@@ -78,7 +78,7 @@ class SGLang:
             ours = f"actor_rollout_ref.model.path is a {self.policy.model_type}"
             raise ValueError(f"{http.url}: runs {model.get('model_path')}, a {model.get('model_type')}; {ours}")
         dtype, max_length = server.get("dtype"), server.get("context_length")
-        known_dtype = None if dtype == "auto" else dtype  # auto: that of the model's folder
+        known_dtype = None if dtype == "auto" else dtype  # auto: the dtype in the model's folder
         options = ("--dtype", "--context-length")
         check_formats(http.url, self.policy, dtype=known_dtype, max_length=max_length, options=options)
         if not server.get("enable_deterministic_inference"):
@@ -86,7 +86,7 @@ class SGLang:
             _log.warning("%s: runs without --enable-deterministic-inference; %s", http.url, what)
         if self.returns_experts and not server.get("enable_return_routed_experts", True):
             raise experts_missing(http.url, _EXPERTS_FLAG)
-        http.post("/continue_generation", timeout=timeout)  # a killed run may have left it paused
+        http.post("/continue_generation", timeout=timeout)  # a killed run may have left the server paused
 
     def generate(self, http: Connections, request: GenerateRequest, timeout: float) -> SampledRow:
         sampling = request.sampling
@@ -141,7 +141,7 @@ class SGLang:
         try:
             TRANSFERS[self.transfer](http, name, weights, timeout)
         finally:
-            with contextlib.suppress(ServerGone, ServerRefuses):  # the next request finds out
+            with contextlib.suppress(ServerGone, ServerRefuses):  # the next request reports it
                 http.post("/continue_generation", timeout=timeout)
 
     def reset_prefix_cache(self, http: Connections, timeout: float) -> None:

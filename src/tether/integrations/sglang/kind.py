@@ -1,4 +1,4 @@
-"""What a run needs to start SGLang's servers and to send them requests."""
+"""The `ServerKind` of SGLang: starts its servers, and creates their clients."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The ways of sending weights to an SGLang server (`actor_rollout_ref.rollout.weight_transfer`).
+"""The transfers of weights to an SGLang server (`actor_rollout_ref.rollout.weight_transfer`).
 
-Each sets the name of the new weights with its last request. Those that send several chunks do so between
-``/begin_weight_update`` and ``/end_weight_update``, as SGLang requires, and empty the cache with the last chunk only.
+Each sets the name of the new weights with its last request. Transfers of several chunks send them between
+``/begin_weight_update`` and ``/end_weight_update``, as SGLang requires, and clear the cache with the last chunk only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Transfer = Callable[[Connections, str, WeightPayload, float], None]
 
 
 def _by_disk(http: Connections, name: str, weights: WeightPayload, timeout: float) -> None:
-    """Send all weights together, as files in memory: a folder of links to them is read like a checkpoint."""
+    """Send all weights together as files in memory; SGLang reads a folder of links to them like a checkpoint."""
     with ExitStack() as files, tempfile.TemporaryDirectory(prefix="tether-weights-") as folder:
         for index, chunk in enumerate(weights.chunks()):
             Path(folder, f"{index:05}.safetensors").symlink_to(files.enter_context(shared_file(chunk)))
@@ -42,7 +42,7 @@ def _by_disk(http: Connections, name: str, weights: WeightPayload, timeout: floa
 
 
 def _by_tensor(http: Connections, name: str, weights: WeightPayload, timeout: float) -> None:
-    """Send chunks as handles of shared memory, the same for every tensor-parallel rank."""
+    """Send chunks as handles of shared memory, the same for all tensor-parallel ranks."""
     ranks = _ranks(http, timeout)
     with _session(http, timeout):
         for chunk, last in _with_last(weights.chunks()):
@@ -53,12 +53,12 @@ def _by_tensor(http: Connections, name: str, weights: WeightPayload, timeout: fl
 
 
 def _by_broadcast(http: Connections, name: str, weights: WeightPayload, timeout: float) -> None:
-    """Broadcast chunks in a process group whose rank 0 is the trainer, which also reaches other machines."""
+    """Broadcast chunks in a process group whose rank 0 is the trainer; also works across machines."""
     _broadcast(http, name, weights, timeout, "gloo", CPU)
 
 
 def _by_nccl(http: Connections, name: str, weights: WeightPayload, timeout: float) -> None:
-    """Broadcast from GPU to GPU; each rank needs its own."""
+    """Broadcast from GPU to GPU; each rank requires a GPU of its own."""
     _broadcast(http, name, weights, timeout, "nccl", this_gpu())
 
 
@@ -114,7 +114,7 @@ def _with_last(chunks: Iterable[dict[str, Tensor]]) -> Iterator[tuple[dict[str, 
 
 
 def _pickled(tensors: list[tuple[str, Tensor]]) -> bytes:
-    """Pickle tensors by reference: a storage is the name of its shared memory, which any process of this user can
+    """Pickle tensors by reference: a storage becomes the name of its shared memory, which any process of this user can
     open."""
     written = io.BytesIO()
     pickler = ForkingPickler(written)
@@ -140,4 +140,4 @@ TRANSFERS: Mapping[str, Transfer] = {
     "distributed": _by_broadcast,
     "nccl": _by_nccl,
 }
-"""Transfers by their names in `actor_rollout_ref.rollout.weight_transfer`."""
+"""Name in `actor_rollout_ref.rollout.weight_transfer` -> transfer."""

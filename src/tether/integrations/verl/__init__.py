@@ -1,5 +1,5 @@
-"""verl's shell scripts as configurations: `recorder` runs a script in a sandbox, `command` writes its settings as YAML.
+"""Converts verl's shell scripts: `recorder` runs a script in a sandbox, and `command` writes its settings as YAML.
 
-The keys need no importer: they are tether's. `tether.config.loading.settings` reads verl's YAML files and overrides;
-``config/support/verl_keys.toml`` has the keys that have another name here, or no effect.
+Keys need no translation, because tether uses verl's. `tether.config.loading.settings` reads verl's YAML files and
+overrides; ``config/support/verl_keys.toml`` lists the keys with a different name here, or without effect.
 """

@@ -1,4 +1,4 @@
-"""`tether config import-verl`: a script that starts verl's trainer as a file, and what keeps that from being run."""
+"""`tether config import-verl`: converts a script that starts verl's trainer to YAML, and lists obstacles to its use."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _STARTED = re.compile(
     r"(?:\w+\.)*(?:main_\w+|\w+_main|\w*sft_trainer)|(?:\S*/)?(?:main_\w+|\w+_main|\w*sft_trainer)\.py"
 )
 _PPO = re.compile(r"verl\.trainer\.main_ppo|(?:\S*/)?trainer/main_ppo\.py|main_ppo\.py|(?:\S*[./])?main_dapo(?:\.py)?")
-"""The trainers whose algorithm is the one here: main_ppo, and DAPO's, which adds `algorithm.filter_groups`."""
+"""The trainers that tether implements: main_ppo, and DAPO's, which adds `algorithm.filter_groups`."""
 _PREDEFINED = ("ppo_trainer", "ppo_megatron_trainer")
 _MENTIONING = ("pgrep", "pkill", "killall", "git", "vim")
-"""Recorded commands that name a trainer and do not start it."""
+"""Recorded commands that may name a trainer without starting it."""
 _SETTING = re.compile(r"[+~]{0,2}\w+(?:\.\w+)+=.*", re.DOTALL)
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--experimental-rerun")
 _REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*|[1-9])")
@@ -42,9 +42,9 @@ _SET_BY_BASH = re.compile(
     r"SHLVL|FUNCNAME|PIPESTATUS|REPLY|EPOCH\w+"
 )
 _UNSET, _SECRET = "\x1e", "\x1f"
-"""Stand before and after the name of an unset variable, and around what stands for a secret."""
+"""Delimiters of the name of an unset variable, and of the placeholder of a secret."""
 _REPLIES = ("", "2\n")
-"""What recorded programs print in further runs: a setting that changes with it depends on their output."""
+"""Output of recorded programs in further runs. A setting that changes with it depends on the output of programs."""
 _MAX_SHOWN = 80  # characters of a value, in a message
 _CONFIG_NAME, _CONFIG_PATH = ("--config-name", "-cn"), ("--config-path", "-cp", "--config-dir", "-cd")
 
@@ -57,7 +57,7 @@ class _Arguments:
     config_name: str | None
     config_path: str | None
     options: tuple[str, ...]
-    """Options of Hydra that have no key in a configuration."""
+    """Hydra's options, which are not keys of a configuration."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class _Launch:
     trainer: str
     arguments: _Arguments
     environment: Mapping[str, str]
-    """Environment variables that the script sets for it."""
+    """Environment variables that the script sets for the trainer."""
 
 
 def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
@@ -76,13 +76,13 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
 
     Args:
         script: a shell script that starts verl once.
-        more: its arguments, and overrides (with = or ~) that go over its own.
+        more: arguments of the script, and overrides (with = or ~), which take precedence over the script's.
 
     Returns:
-        The YAML, and a listing of what was noticed and of what keeps it from being run as it is.
+        The YAML, and a listing of remarks and of problems that prevent running it unchanged.
 
     Raises:
-        ConfigError: the script cannot be read, starts verl not once, or gives settings that cannot be read.
+        ConfigError: the script cannot be read, does not start verl exactly once, or has settings that cannot be read.
     """
     try:
         text = script.read_text(encoding="utf-8-sig")
@@ -107,7 +107,7 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
         raise ConfigError([*broken, *problems, *unreadable, *unknown_keys])
     environment = launch.environment
     heading = [f"# The settings of {script.name}, line {launch.line} ({launch.trainer})."]
-    if environment:  # their names alone: values may be secrets
+    if environment:  # only their names, because values may be secrets
         names = sorted(environment, key=lambda name: (text.find(name), name))
         heading.append(f"# Environment variables that it sets, which are no settings: {', '.join(names)}.")
     tree = {"defaults": [launch.arguments.config_name, "_self_"], **body} if launch.arguments.config_name else body
@@ -130,10 +130,11 @@ def _dumped(tree: Mapping[str, object]) -> str:
 
 
 def _environment_of_the_caller(run: int = 0) -> dict[str, str]:
-    """Return the environment of a script, with texts instead of secrets.
+    """Return the environment of a script, with placeholders instead of secrets.
 
     Args:
-        run: 0 or 1; the texts of one differ from those of the other in length and in every part.
+        run: 0 or 1; the placeholders of both runs differ in length and in each of their parts, so that comparing runs
+            shows which settings depend on a secret.
     """
     names = sorted(name for name in os.environ if _may_be_secret(name))
     one, many = "ab"[run], "ab"[run] * (1 + run)
@@ -142,7 +143,7 @@ def _environment_of_the_caller(run: int = 0) -> dict[str, str]:
 
 
 def _with_references(word: str, environment: Mapping[str, str]) -> str:
-    """Return a word with references to secrets in place of the texts of `_environment_of_the_caller`."""
+    """Return a word with the placeholders of `_environment_of_the_caller` replaced by references to the secrets."""
     for name, value in environment.items():
         if value.startswith(_SECRET):
             word = word.replace(value, f"${{oc.env:{name}}}")
@@ -150,13 +151,13 @@ def _with_references(word: str, environment: Mapping[str, str]) -> str:
 
 
 def _may_be_secret(variable: str) -> bool:
-    """Whether a variable may be a secret; a wider test than for keys, many of which are harmless (``eos_token``)."""
-    is_folder = variable in ("PWD", "OLDPWD")  # which end like the names of passwords
+    """Whether a variable may be a secret. Stricter than for keys, many of which are harmless (``eos_token``)."""
+    is_folder = variable in ("PWD", "OLDPWD")  # these end like names of passwords
     return not is_folder and (is_secret(variable) or variable.endswith(("TOKEN", "_KEY", "_PASS")))
 
 
 def _starts(recording: Recording) -> list[tuple[RecordedCommand, int]]:
-    """Return the calls that start a trainer, each with the index of the trainer's name."""
+    """Return the calls that start a trainer, each with the index of the word that names it."""
     return [(call, index) for call in recording.calls if (index := _trainer_index(call)) is not None]
 
 
@@ -164,7 +165,7 @@ def _launch(recorder: Recorder, recording: Recording) -> _Launch:
     """Return the command that starts verl's trainer.
 
     Raises:
-        ConfigError: no or several such commands, or another trainer than PPO's.
+        ConfigError: there are no or several such commands, or the trainer is not PPO's.
     """
     script, text = recorder.script, recorder.text
     started = _starts(recording)
@@ -225,7 +226,7 @@ def _arguments(given: Sequence[str], environment: Mapping[str, str]) -> _Argumen
 
 
 def _notes(text: str, recording: Recording) -> dict[str, str]:
-    """Return remarks on files that are not read and on settings that bash takes for commands, with the fix of each."""
+    """Return remarks -> fixes, about files that are not read and settings that bash interprets as commands."""
     lines = text.splitlines()
     notes: dict[str, str] = {}
     for call in recording.calls:
@@ -238,7 +239,7 @@ def _notes(text: str, recording: Recording) -> dict[str, str]:
 
 
 def _why_detached(call: RecordedCommand, lines: Sequence[str]) -> str:
-    """Return why a setting does not belong to the command above it, by the lines between them."""
+    """Return why a setting is not part of the command above it, judging by the lines between them."""
     above = call.line - 1
     if match := re.search(r"\\[ \t]+(#.*)?$", lines[above - 1]):
         what = "a comment follows" if match[1] else "spaces follow"
@@ -258,7 +259,8 @@ def _why_detached(call: RecordedCommand, lines: Sequence[str]) -> str:
 
 
 def _trainer_index(command: RecordedCommand) -> int | None:
-    """Return the index of the trainer's name, which may follow python, nsys, env, ...; None without one."""
+    """Return the index of the word that names the trainer, which may follow python, nsys, env, ...; None without
+    one."""
     if command.words[0].rpartition("/")[2] in _MENTIONING:
         return None
     for index, word in enumerate(command.words):
@@ -269,7 +271,7 @@ def _trainer_index(command: RecordedCommand) -> int | None:
 
 
 def _environment(before: Sequence[str]) -> dict[str, str]:
-    """Return variables set by the words before the trainer: ``env NAME=VALUE`` and Ray's ``--runtime-env-json``."""
+    """Return the variables that the words before the trainer set: ``env NAME=VALUE``, Ray's ``--runtime-env-json``."""
     pairs = (word.partition("=") for word in before)
     variables = {name: value for name, equals, value in pairs if equals and name.isidentifier()}
     for index, word in enumerate(before):
@@ -285,7 +287,7 @@ def _environment(before: Sequence[str]) -> dict[str, str]:
 
 
 def _unknown_settings(recorder: Recorder, launch: _Launch) -> dict[str, Problem]:
-    """Return settings that bash splits, or that only a run on the real machine could tell, with the problem of each."""
+    """Return setting -> problem, for settings that bash splits, or whose value is known only on the real machine."""
     settings = _numbered(launch.arguments.settings)
     unknown = _split_by_braces(recorder.text, launch.arguments.settings)
     for place, word in _settings_of(_with_unset_variables(recorder)).items():
@@ -302,7 +304,7 @@ def _unknown_settings(recorder: Recorder, launch: _Launch) -> dict[str, Problem]
 
 
 def _numbered(words: Sequence[str]) -> dict[tuple[str, int], str]:
-    """Return the words by their key and how many came before with the same one."""
+    """Return (key, number of earlier words with this key) -> word."""
     numbered: dict[tuple[str, int], str] = {}
     for word in words:
         numbered[_key(word), sum(key == _key(word) for key, _ in numbered)] = word
@@ -310,7 +312,7 @@ def _numbered(words: Sequence[str]) -> dict[tuple[str, int], str]:
 
 
 def _settings_of(recorder: Recorder, reply: str = "1\n") -> dict[tuple[str, int], str]:
-    """Return the settings of another run; none where it does not start the trainer as the first one does."""
+    """Return the settings of another run of the script; empty unless it starts the trainer exactly once."""
     started = _starts(recorder.run(reply))
     if len(started) != 1:
         return {}
@@ -319,7 +321,7 @@ def _settings_of(recorder: Recorder, reply: str = "1\n") -> dict[tuple[str, int]
 
 
 def _with_unset_variables(recorder: Recorder) -> Recorder:
-    """Return a recorder in which variables and arguments that nothing sets and that have no default hold their name."""
+    """Return a recorder that sets variables and arguments without value and default to their own name."""
     names = set(_REFERENCE.findall(recorder.text)) - set(_WITH_DEFAULT.findall(recorder.text))
     names = {name for name in names if name not in recorder.environment and not _SET_BY_BASH.fullmatch(name)}
     last = max((int(name) for name in names if name.isdecimal()), default=0)
@@ -347,7 +349,7 @@ def _undetermined(word: str) -> Problem:
 
 
 def _split_by_braces(text: str, words: Sequence[str]) -> dict[str, Problem]:
-    """Return settings such as ``KEY={a,b}``, of which bash makes several words."""
+    """Return setting -> problem, for settings such as ``KEY={a,b}``, which bash expands to several words."""
     problems: dict[str, Problem] = {}
     keys = [_key(word) for word in words]
     for key in {key for key, following in itertools.pairwise(keys) if key == following}:
@@ -360,7 +362,7 @@ def _split_by_braces(text: str, words: Sequence[str]) -> dict[str, Problem]:
 
 
 def _in_quotes(word: str) -> str:
-    """Return a word in quotes that keep its expansions."""
+    """Return a word in quotes that preserve its expansions."""
     is_filled_in = "$" in word or "`" in word
     if "'" not in word and not is_filled_in:
         return f"'{word}'"
@@ -374,14 +376,14 @@ def _shortened(text: str, max_length: int) -> str:
 
 
 def _settings(overrides: Sequence[Override]) -> dict[str, object]:
-    """Return the nested settings of the overrides; later ones win, and mappings are merged, as in Hydra."""
+    """Return the nested settings of the overrides; later ones take precedence, and mappings are merged, as in Hydra."""
     tree: dict[str, object] = {}
     for override in overrides:
         path = override.path.split(".")
         if override.delete:
             _remove(tree, path)
             continue
-        for key in _leaves(override.path, override.value):  # the same quantity by another name: the last one counts
+        for key in _leaves(override.path, override.value):  # another name of the same setting: the last one counts
             for other in [one for one in _leaves("", tree) if one != key and _quantity(one) == _quantity(key)]:
                 _remove(tree, other.split("."))
         tree = put(tree, path, override.value)
@@ -410,7 +412,7 @@ def _remove(tree: dict[str, object], path: Sequence[str]) -> None:
 
 
 def _remarks(launch: _Launch, environment: Mapping[str, str], body: Mapping[str, object]) -> list[str]:
-    """Return warnings about what the file lacks and about its secrets."""
+    """Return warnings about settings that the file lacks, and about its secrets."""
     remarks = []
     folder = launch.arguments.config_path
     path = Path(folder or "config")
@@ -437,13 +439,13 @@ def _without_references(value: object) -> object:
 
 
 def _obstacles(written: str, script: Path) -> list[str]:
-    """Return reasons why the file cannot be run unchanged."""
+    """Return the problems that prevent running the file unchanged."""
     problems = _refusals(written, script)
     return ["to be changed before it runs:", *(f"  {problem}" for problem in problems)] if problems else []
 
 
 def _refusals(written: str, script: Path) -> Sequence[Problem]:
-    """Return the problems for which the file would be refused."""
+    """Return the problems because of which the file would be refused."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{script.stem}.yaml"
         file.write_text(written, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Run a script that starts verl in a sandbox in which a recorder takes the place of every program.
+"""Runs a script that starts verl in a sandbox where a recorder replaces all programs.
 
-bash evaluates the script; the recorder writes down each command that it would have started. The sandbox has no network,
-no file of this machine but a few text tools, limits of time, memory and output, and is removed afterwards.
+bash evaluates the script, and the recorder records each command that the script would have started. The sandbox has no
+network and no files of this machine except a few text tools, limits time, memory and output, and is removed afterwards.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _TOOLS = (
     "grep", "head", "id", "jq", "ln", "ls", "md5sum", "mkdir", "mktemp", "mv", "paste", "readlink", "realpath", "rev",
     "rm", "rmdir", "sed", "seq", "sort", "stat", "tac", "tail", "tee", "touch", "tr", "uname", "uniq", "wc",
 )  # fmt: skip
-"""The programs that scripts compute settings with. Every other name is recorded."""
+"""The programs with which scripts compute settings. All other programs are recorded."""
 _LIMITS = Limits(seconds=3, memory_mb=512, processes=64)
-_MAX_RUNS = 4  # while paths of missing programs and folders turn up
+_MAX_RUNS = 4  # each run may find further paths of missing programs and folders
 _OWN = re.compile(r"TETHER_RECORDER_\w+|BASH_ENV|PATH|PWD|OLDPWD|SHLVL|_")
 _NOT_PASSED = re.compile(
     r"BASH\w*|SHELLOPTS|E?UID|PPID|ENV|PATH|OLDPWD|SHLVL|_|POSIXLY_CORRECT|LD_\w+|LC_\w+|LANG\w*|TETHER_RECORDER_\w+"
@@ -65,7 +65,7 @@ date() { command date --date="@$TETHER_RECORDER_TIME" "$@" 2> /dev/null || comma
 ulimit() { :; }
 RANDOM=1
 """
-"""What bash reads before the script. A command that is not there is recorded, and succeeds."""
+"""Functions that bash reads before the script. A command that does not exist is recorded and succeeds."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class RecordedCommand:
     line: int
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that the script set for it."""
+    """Environment variables that the script set for the command."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What a script would have started, and how it ended."""
+    """The commands that a script would have started, and how it ended."""
 
     calls: Sequence[RecordedCommand]
     result: Finished
@@ -91,25 +91,26 @@ class Recording:
         reason, code = self.result.reason, self.result.code
         how = {"exit": f"ended with exit code {code}", "time": f"did not end within {_LIMITS.wall_seconds:.0f} s"}
         lines = self.result.stderr.decode(errors="replace").strip().splitlines()
-        lines = [line for line in lines if not line.startswith("+")]  # of `set -x`
+        lines = [line for line in lines if not line.startswith("+")]  # output of `set -x`
         wrote = f", and last wrote {lines[-1][-200:]!r}" if lines else ""
         return how.get(reason, f"exceeded the limit of {reason}") + wrote
 
 
 @dataclass(frozen=True)
 class Recorder:
-    """Runs a script, always at the same time of day."""
+    """Runs a script, with a fixed time."""
 
     script: Path
     text: str
     environment: Mapping[str, str]
     arguments: Sequence[str]
     paths: tuple[str, ...] = ()
-    """Programs and files, named by path, that the script needs."""
+    """Paths of programs and files that the script requires."""
     now: float = field(default_factory=time.time)
 
     def run_until_complete(self) -> tuple[Recorder, Recording]:
-        """Record the script with the programs and folders that it names by path; return the recorder with them, too."""
+        """Record the script, again with each missing path that it reports; return the recorder with these paths, and
+        the recording."""
         recorder, recording = self, self.run()
         for _ in range(_MAX_RUNS):
             missing = _MISSING.findall(recording.result.stderr.decode(errors="replace"))
@@ -124,7 +125,7 @@ class Recorder:
         """Record the script.
 
         Args:
-            reply: what recorded programs print.
+            reply: output of recorded programs.
         """
         paths = "".join(f'function {path} {{ command_not_found_handle {path} "$@"; }}\n' for path in self.paths)
         files = {".start": self._start(reply), ".functions": (_FUNCTIONS + paths).encode(), ".script": self._source()}
@@ -136,7 +137,7 @@ class Recorder:
         return self.text.encode(errors="surrogateescape")
 
     def _start(self, reply: str) -> bytes:
-        """Return the script that makes folders and variables as they are around the recorded script."""
+        """Return the script that creates the folders and variables of the recorded script's environment."""
         folder = self.environment.get("PWD", "/")
         place = posixpath.normpath(posixpath.join(folder, self.script))
         variables = {name: value for name, value in self.environment.items() if _is_passed(name)}
@@ -147,7 +148,7 @@ class Recorder:
         }
         folders = [folder, posixpath.dirname(place), *(posixpath.dirname(path) for path in self.paths)]
         lines = [
-            "exec 200>&1 >&2",  # calls go to stdout, whatever the script writes to stderr
+            "exec 200>&1 >&2",  # calls are written to stdout, the script's output to stderr
             "unset HOME TMPDIR HOSTNAME PYTHONHASHSEED",
             *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
             f"cd {shlex.quote(folder)} 2> /dev/null || {{ mkdir -p {shlex.quote(folder)}; cd {shlex.quote(folder)}; }}",
@@ -167,7 +168,7 @@ class Recorder:
                 for name, value in zip(variables[::2], variables[1::2], strict=True)
                 if value not in (self.environment.get(name), of_sandbox.get(name)) and not _OWN.fullmatch(name)
             }
-            # bash numbers a command by its second word, which may be in the next line.
+            # bash reports the line of a command's second word, which may be the next line.
             is_next = re.match(r"[ \t]*[^\s#]\S*[ \t]*\\$", "".join(lines[int(line) - 2 : int(line) - 1]))
             yield RecordedCommand(int(line) - bool(is_next), tuple(words), own)
 

@@ -1,4 +1,4 @@
-"""Output of a translated configuration."""
+"""Writes a translated configuration."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def write_translation(translate: Callable[[], tuple[str, str]], out: Path | None
     """Write the translated YAML to a file, or print it; the listing of keys is printed to stderr.
 
     Raises:
-        ConfigError: the translation failed; with `out`, an additional problem says that it was not written.
-        ValueError: the file cannot be written, is the source of the translation, or exists with other content.
+        ConfigError: the translation failed; with `out`, an additional problem says that the file was not written.
+        ValueError: the file cannot be written, is the source of the translation, or exists with different content.
     """
     if out is not None and out.exists() and out.samefile(source):
         raise ValueError(f"--out {out}: is the file that is translated. Give another one")

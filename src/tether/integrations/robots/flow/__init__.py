@@ -1,7 +1,7 @@
-"""Flow-matching policies: actions by a few denoising steps from noise, which PPO trains as a Gaussian Markov chain.
+"""Flow-matching policies: a few denoising steps turn noise into actions; PPO trains them as a Gaussian Markov chain.
 
-Reading order: `spec` (the shape), `chain` (the mathematics), `backbone` (lerobot's pi0 and pi0.5), `policy` (training
-and acting).
+Reading order: `spec` (sizes and options), `chain` (the mathematics), `backbone` (lerobot's pi0 and pi0.5), `policy`
+(training and acting).
 """
 
 from tether.integrations.robots.flow.spec import FlowSpec, Scale

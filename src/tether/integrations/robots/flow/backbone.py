@@ -1,7 +1,7 @@
-"""pi0 and pi0.5 with lerobot's own classes, which are imported when a policy is built.
+"""pi0 and pi0.5 with lerobot's classes, which are imported when a policy is built.
 
 Their network is a PaliGemma (SigLIP and Gemma), whose layers share attention with a smaller Gemma, the action expert.
-Small networks use the same classes with configurations of other sizes.
+Small networks use the same classes with smaller configurations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tether.integrations.robots.flow.spec import FlowSpec
 
 TOKENS, TOKEN_MASK = "tokens", "token_mask"
 HEADS = 8
-"""Attention heads of both Gemmas; the number is fixed in lerobot's code."""
+"""Number of attention heads of both Gemmas, which is hard-coded in lerobot."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Prefix:
-    """B observations as the network encodes them, once for all denoising steps."""
+    """The network's encoding of B observations, which all denoising steps share."""
 
     critic_input: Tensor
-    """[B, F]: critic inputs without noise: pi0's token of the state; pi0.5's mean of all tokens of images and
-    prompt."""
+    """[B, F]: inputs of the critic, without noise: for pi0 the token of the state, for pi0.5 the mean over all tokens
+    of images and prompt."""
     saved: Any
 
 
@@ -91,12 +91,12 @@ class Backbone(Protocol):
     """The network of a flow-matching policy, a `torch.nn.Module`."""
 
     critic_width: int
-    """F"""
+    """F: width of the critic's inputs."""
     expert_width: int
-    """E"""
+    """E: width of the action expert."""
 
     def prefix(self, obs: TensorDict) -> Prefix:
-        """Encode B observations of `FlowPolicy.inputs`."""
+        """Encode the `FlowPolicy.inputs` of B observations."""
         ...
 
     def velocity(self, prefix: Prefix, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ class Backbone(Protocol):
         ...
 
     def matching_losses(self, obs: TensorDict, actions: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """Return squared errors [B, H, A] of the velocities at (1 - t) actions + t noise, whose targets are noise -
+        """Return squared errors [B, H, A] of the velocities at (1 - t) actions + t noise, with targets noise -
         actions."""
         ...
 
@@ -119,7 +119,7 @@ class LerobotBackbone(nn.Module):
     """Adapter of `lerobot`'s PI0Policy or PI05Policy to `Backbone`.
 
     Args:
-        spec: shape of the policy.
+        spec: spec of the policy.
 
     Raises:
         ValueError: lerobot is not installed.
@@ -147,7 +147,7 @@ class LerobotBackbone(nn.Module):
         with _network_sizes(module, spec.sizes):
             self.policy = getattr(module, f"{kind}Policy")(config)
         both = self.policy.model.paligemma_with_expert
-        # Output layers for text, which are unused.
+        # The output layers for text are unused.
         for head in (both.paligemma.lm_head, both.gemma_expert.lm_head):
             head.requires_grad_(False)
         both.paligemma.model.language_model.config._attn_implementation = "eager"
@@ -201,7 +201,7 @@ class LerobotBackbone(nn.Module):
         return images, [present] * self._pictures + [~present] * self._empty, tokens, mask
 
     def _state_token(self, state: Tensor, pad: Tensor, cache: object) -> Tensor:
-        """Return the last hidden state [B, E] of the token of the state, which attends to images and prompt, not to
+        """Return the last hidden state [B, E] of the state's token, which attends to images and prompt, but not to
         actions."""
         model, helpers = self.policy.model, self._helpers
         embedded = model.state_proj(state)[:, None]
@@ -218,7 +218,7 @@ class LerobotBackbone(nn.Module):
 
 
 def make_backbone(spec: FlowSpec) -> Any:
-    """Return a `Backbone` of this shape, with initial weights from torch's global generator.
+    """Return a `Backbone` for a spec, with initial weights from torch's global generator.
 
     Raises:
         ValueError: lerobot is not installed.
@@ -237,7 +237,8 @@ def _import(name: str) -> ModuleType:
 
 
 def _fit_transformers() -> None:
-    """Make lerobot 0.6.1, which requires transformers below 5.6, work with newer ones: a mask has one argument less."""
+    """Make lerobot 0.6.1, which requires transformers < 5.6, work with later versions, where a mask has one argument
+    less."""
     gemma: Any = _import("lerobot.policies.pi_gemma")
     make_mask = gemma.create_causal_mask
     if "cache_position" in inspect.signature(make_mask).parameters:
@@ -251,7 +252,7 @@ def _fit_transformers() -> None:
 
 @contextmanager
 def _network_sizes(module: Any, sizes: Mapping[str, int] | None) -> Iterator[None]:
-    """Make lerobot's classes build networks of these sizes; None: of their own sizes."""
+    """Make lerobot's classes build networks of these sizes inside the context; None: of lerobot's sizes."""
     if sizes is None:
         yield
         return
@@ -259,7 +260,7 @@ def _network_sizes(module: Any, sizes: Mapping[str, int] | None) -> Iterator[Non
     original = module.PaliGemmaWithExpertModel, module.get_gemma_config
 
     class SizedModel(module.PaliGemmaWithExpertModel):
-        """The original class with networks of other sizes."""
+        """The original class with networks of the given sizes."""
 
         def __init__(self, vlm: Any, expert: Any, use_adarms: Sequence[bool], **options: Any) -> None:
             nn.Module.__init__(self)
@@ -285,7 +286,7 @@ def _network_sizes(module: Any, sizes: Mapping[str, int] | None) -> Iterator[Non
 
 
 def _configs(module: Any, sizes: Sizes, image_size: int, use_adarms: Sequence[bool]) -> tuple[Any, Any]:
-    """Return configurations of transformers for PaliGemma and for the action expert."""
+    """Return transformers' configurations for PaliGemma and for the action expert."""
 
     def gemma(width: int, mlp: int) -> dict[str, Any]:
         return {

@@ -5,20 +5,20 @@ flow, x_t = (1 - t) x_0 + t x_1 with x_1 ~ N(0, 1), so its estimates of both end
 
     x_0 = x - t v        x_1 = x + (1 - t) v,
 
-and the Euler step of the ODE is their mix at the next time s = t - d: (1 - s) x_0 + s x_1. The kinds of steps:
+and the Euler step of the ODE combines them at the next time s = t - d: (1 - s) x_0 + s x_1. The kinds of steps are:
 
 - ``flow_sde`` (Flow-GRPO, Liu et al. 2025; pi_RL's Flow-SDE): the reverse SDE with the same marginals,
   dx = [v + sigma^2 / (2 t) x_1] dt + sigma dw, since the score of x_t is -x_1 / t. One Euler-Maruyama step has the mean
   (1 - s) x_0 + (s - sigma^2 d / (2 t)) x_1 and the standard deviation sigma sqrt(d), with
-  sigma = level sqrt(t / (1 - t)); at t = 1 the time after it stands in the denominator.
+  sigma = level sqrt(t / (1 - t)); at t = 1 the denominator uses the next time s instead of t.
 - ``flow_cps`` (coefficients-preserving sampling, Wang and Yu 2025): s x_1 becomes s (cos(a) x_1 + sin(a) noise),
-  a = level pi / 2: the squares of both coefficients add up to s^2. As x_1 is an estimate, the marginals are near the
-  ODE's, not equal. The last step (s = 0) has no noise.
-- ``flow_noise`` (pi_RL's Flow-Noise, after ReinFlow, Zhang et al. 2025): the ODE's step as the mean, and a standard
-  deviation that the policy learns. The marginals are others than the ODE's.
+  a = level pi / 2, so the squares of both coefficients add up to s^2. As x_1 is an estimate, the marginals are close to
+  the ODE's, but not equal. The last step (s = 0) has no noise.
+- ``flow_noise`` (pi_RL's Flow-Noise, after ReinFlow, Zhang et al. 2025): the mean is the ODE's step, and the policy
+  learns the standard deviation. The marginals differ from the ODE's.
 
 The probability of a decision is that of its chain: N(x_1; 0, 1) times the density of each random step. The former
-cancels in every ratio and is omitted. As in RLinf, only the entries that the environment uses are counted.
+cancels in every ratio and is omitted. As in RLinf, only the entries that the environment uses are included.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tether.integrations.robots.flow.spec import FlowSpec, NoiseMethod
 
 
 def times(index: Tensor, num_steps: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the times before and after steps with these indices, from 0 (noise) on."""
+    """Return the times before and after steps with these indices; index 0 is the step from noise."""
     before = 1 - index.to(dtype) / num_steps
     return before, before - 1 / num_steps
 
@@ -55,8 +55,8 @@ def step(
         velocity: [B, ...] velocities of the network.
         index: [B] indices of the steps, from 0 on.
         num_steps: N.
-        method: kind of the step; None: that of the ODE.
-        level: level of the noise.
+        method: kind of the step; None: the ODE's step.
+        level: scale of the noise.
         learned_std: [B, ...] standard deviation of ``flow_noise``.
 
     Returns:
@@ -82,16 +82,16 @@ def log_density(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Record:
-    """The parts of the chains of B decisions that are kept."""
+    """The states of the chains of B decisions that are recorded to compute their log-probabilities."""
 
     actions: Tensor
-    """[B, K, D]: the end of the chain, limited to what the environment uses."""
+    """[B, K, D]: the end of the chain, limited to the entries that the environment uses."""
     index: Tensor | None
     """[B]: index of the random step; None: all steps are random."""
     states: Tensor
-    """[B, 1, H, A]: the state before the random step; or [B, N, H, A]: the states before each step."""
+    """[B, 1, H, A]: the state before the random step; or [B, N, H, A]: the states before all steps."""
     after: Tensor | None
-    """[B, K, D]: the state after the random step; None: it is among `states`."""
+    """[B, K, D]: the state after the random step; None if all steps are random, because `states` has it."""
 
     def columns(self, spec: FlowSpec) -> Tensor:
         """Return the record as actions [B, K * W], in the layout of `tether.integrations.robots.flow.spec`."""
@@ -106,7 +106,7 @@ class Record:
 
     @classmethod
     def of_columns(cls, columns: Tensor, spec: FlowSpec) -> Record:
-        """Return the record of actions in the layout of `columns`."""
+        """Return the record for actions in the layout of `columns`."""
         split = columns.unflatten(1, (spec.num_action_chunks, spec.action_width))
         actions, extra = split[:, :, : spec.action_dim], split[:, :, spec.action_dim :].flatten(1)
         shape = (-1, spec.horizon, spec.latent_dim)

@@ -36,14 +36,14 @@ FROM_START = (
     "action_scale", "state_scale", "horizon", "latent_dim", "state_dim", "prompt_length", "tokenizer", "image_size",
     "sizes", "empty_cameras",
 )  # fmt: skip
-"""Fields of the shape that a run copies from the policy that it starts from."""
+"""Fields of the spec that a run copies from its initial policy."""
 
 
 class ChainHead(nn.Module):
-    """The distribution of chains, whose outputs already are log-probabilities and entropies, [B, K * D] each.
+    """The distribution of chains. The policy's outputs already are log-probabilities and entropies, [B, K * D] each.
 
     Args:
-        spec: shape of the policy.
+        spec: spec of the policy.
     """
 
     def __init__(self, spec: FlowSpec) -> None:
@@ -53,8 +53,8 @@ class ChainHead(nn.Module):
         self.outputs = self.linear = 2 * self.width
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Return noise [*shape, entries] of the start and of each random step, and a number in [0, 1) that selects the
-        step."""
+        """Return noise [*shape, entries]: a number in [0, 1) that selects the random step, then the normal noise of the
+        start and of each random step."""
         spec = self._spec
         steps = spec.random_steps if spec.joint_logprob else 1
         normal = torch.randn(*shape, (1 + steps) * spec.latents, generator=generator)
@@ -72,7 +72,7 @@ class ChainHead(nn.Module):
 
 
 class NoiseHead(nn.Module):
-    """Computes standard deviations of ``flow_noise`` between two bounds from hidden states, with RLinf's sizes.
+    """Computes the standard deviations of ``flow_noise``, between two bounds, from hidden states; sizes as in RLinf.
 
     Args:
         hidden_dim: E.
@@ -94,10 +94,10 @@ class NoiseHead(nn.Module):
 
 
 class FlowPolicy(MemorylessPolicy):
-    """Network, value head, and a noise head for ``flow_noise``.
+    """A flow-matching policy: network, value head, and a noise head for ``flow_noise``.
 
     Args:
-        spec: shape of the policy.
+        spec: spec of the policy.
         seed: seed of the initial weights.
 
     Raises:
@@ -131,7 +131,7 @@ class FlowPolicy(MemorylessPolicy):
         return [parameter for parameter in actor if parameter.requires_grad], critic
 
     def inputs(self, obs: ObservationBatch) -> TensorDict:
-        """Return inputs for observations [..., *shape]: scaled and padded numbers, images of bytes, and the prompt."""
+        """Return inputs for observations [..., *shape]: scaled and padded numbers, uint8 images, and the prompt."""
         row = self._row(obs)
         if self._row.width:
             offset, scale = (row.new_tensor(column) for column in self.spec.state_scale)
@@ -144,7 +144,7 @@ class FlowPolicy(MemorylessPolicy):
         return TensorDict(fields, batch_size=row.shape[:-1])
 
     def update_statistics(self, obs: ObservationBatch) -> None:
-        """Do nothing: the scale of numbers is part of the shape, so there are no statistics."""
+        """Do nothing: the scale of numbers is part of the spec, so there are no statistics."""
 
     def forward(self, obs: Observations, actions: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return outputs [B, 2 * K * D] and values [B, V] for observations [B, ...] and recorded actions [B, K * W]."""
@@ -156,8 +156,8 @@ class FlowPolicy(MemorylessPolicy):
         """Return the conditional flow-matching loss (Lipman et al. 2023) of recorded actions, [B, H * D].
 
         Args:
-            obs: [B, ...] inputs of `inputs`.
-            actions: [B, H * D] in the environment's scale.
+            obs: [B, ...] result of `inputs`.
+            actions: [B, H * D] actions in the environment's scale.
             generator: random generator of noise and times.
         """
         spec = self.spec
@@ -187,7 +187,7 @@ class FlowPolicy(MemorylessPolicy):
 
         Args:
             obs: [N, ...] observations.
-            noise: [N, ...] noise of the head; None follows the ODE from 0, where the density of the start is highest.
+            noise: [N, ...] noise of the head; None: follow the ODE from 0, the most likely start.
         """
         assert isinstance(obs, TensorDict)
         spec, prefix = self.spec, self.model.prefix(obs)
@@ -226,7 +226,7 @@ class FlowPolicy(MemorylessPolicy):
         return {name: getattr(self.spec, name) for name in FROM_START}
 
     def load_plain(self, weights: dict[str, Tensor]) -> None:
-        """Load weights of `plain_state`; a noise head that is not among them stays unchanged."""
+        """Load weights in the format of `plain_state`; a noise head stays unchanged if they lack it."""
         state = self.state_dict()
         for name, value in weights.items():
             if name in state:
@@ -244,12 +244,13 @@ class FlowPolicy(MemorylessPolicy):
         return values
 
     def _velocity(self, prefix: Prefix, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return velocities, and learned standard deviations if there are any, [B, H, A] each."""
+        """Return velocities, and with ``flow_noise`` the learned standard deviations, [B, H, A] each."""
         velocity, hidden = self.model.velocity(prefix, x, times(index, self.spec.num_steps, x.dtype)[0])
         return velocity, None if self.noise_head is None else self.noise_head(hidden)
 
     def _base(self, obs: TensorDict) -> Tensor:
-        """Return what relative actions are added to, in the scale of actions: [B, 1, D], zeros for absolute ones."""
+        """Return the values [B, 1, D] to which relative actions are added, in the scale of actions; zeros for absolute
+        columns."""
         spec, numbers = self.spec, obs[NUMBERS]
         base = numbers.new_zeros(len(numbers), 1, spec.action_dim)
         if spec.relative_actions:
@@ -262,7 +263,7 @@ class FlowPolicy(MemorylessPolicy):
     def _outputs(self, prefix: Prefix, actions: Tensor, base: Tensor) -> Tensor:
         """Return log-probabilities and mean entropies, [B, 2 * K * D], of the random steps of chains [B, K * W].
 
-        `base` is that of the observations (`_base`), which the last step of a chain does not have.
+        `base` is the result of `_base`: recorded actions include it, the states of a chain do not.
         """
         spec = self.spec
         log_probs, entropies = [], []

@@ -1,4 +1,4 @@
-"""Saved policies in lerobot's format: a folder with config.json, model.safetensors and the scales of their numbers."""
+"""Saved policies in lerobot's format: a folder with config.json, model.safetensors and normalisation statistics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASSUMED = {
     "min_period": 4e-3, "max_period": 4.0, "time_sampling_beta_alpha": 1.5, "time_sampling_beta_beta": 1.0,
     "time_sampling_scale": 0.999, "time_sampling_offset": 0.001,
 }  # fmt: skip
-"""Settings of the configuration that have the same value in all published policies."""
+"""Settings that have the same value in all published policies; other values are refused."""
 PUBLISHED_WIDTH = 2048
 """Width of PaliGemma in lerobot's own sizes."""
 KEY = "actor_rollout_ref.model.path"
@@ -40,9 +40,9 @@ class Pretrained:
     image_size: int
     prompt_length: int
     cameras: int
-    """Number of images that it was trained with."""
+    """Number of images with which it was trained."""
     action_dim: int | None
-    """Columns of an action that it was trained with; None: unknown."""
+    """Columns of an action with which it was trained; None: unknown."""
     sizes: dict[str, int] | None
     action_scale: Scale | None
     """Scale of actions; None: the folder has no statistics."""
@@ -60,7 +60,7 @@ def read_pretrained(folder: Path) -> Pretrained:
     """Return the description of the policy in a folder.
 
     Raises:
-        ValueError: the policy has another type, or its configuration differs from that of published policies.
+        ValueError: the policy has a different type, or its configuration differs from that of published policies.
     """
     config = read_json(folder / CONFIG, dict, COPY_AGAIN)
     kind = config.get("type")
@@ -103,7 +103,7 @@ def load_weights(policy: FlowPolicy, folder: Path) -> None:
     network = policy.model.policy
     state = network._fix_pytorch_state_dict_keys(load_file(folder / WEIGHTS), network.config)
     weights = {_prefixed(name): value for name, value in state.items()}
-    # Safetensors store one name of shared weights; nothing reads these two.
+    # Files may lack the output layers, which share weights and are unused.
     read = {name for name, value in network.named_parameters() if not name.endswith("lm_head.weight")}
     missing, wrong = network.load_state_dict(_fitting(weights, network, folder), strict=False)
     missing = [name for name in missing if name in read]
@@ -121,7 +121,7 @@ def _fitting(weights: dict[str, Tensor], network: Any, folder: Path) -> dict[str
 
 
 def _prefixed(name: str) -> str:
-    """Return the name with the module prefix of lerobot, which openpi's files lack."""
+    """Return the name with lerobot's module prefix, which openpi's files lack."""
     return name if name.startswith("model.") else f"model.{name}"
 
 
@@ -151,11 +151,11 @@ def _scales(folder: Path) -> dict[str, Scale]:
 
 
 ENDS = {"MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90")}
-"""Modes that map a range to [-1, 1] -> the statistics that are its bounds."""
+"""Modes that map a range to [-1, 1] -> names of the statistics that bound the range."""
 
 
 def scale_of(mode: str, statistics: dict[str, Tensor], where: str) -> Scale:
-    """Return offsets and scales for a mode of lerobot's normalization.
+    """Return offsets and scales for one of lerobot's normalisation modes.
 
     Raises:
         ValueError: the mode is unknown, or its statistics are missing.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 PAD, BEGIN, FIRST_BYTE, BYTES = 0, 2, 3, 256
 VOCAB_SIZE = FIRST_BYTE + BYTES + 1
-"""Vocabulary of prompts with bytes as tokens; the last id marks images, and occurs in no prompt."""
+"""Vocabulary size for prompts with bytes as tokens; the last id marks images, and does not occur in prompts."""
 STATE_BINS = 256
 
 
@@ -22,20 +22,20 @@ def task_prompt(task: str) -> str:
 
 
 def task_and_state_prompt(task: str, state: NDArray[np.float32]) -> str:
-    """Return the prompt of pi0.5 with the state [S], scaled to [-1, 1], as numbers of 256 bins."""
+    """Return the prompt of pi0.5, in which the state [S], scaled to [-1, 1], is written as indices of 256 bins."""
     bins = np.digitize(state, np.linspace(-1, 1, STATE_BINS + 1)[:-1]) - 1
     return f"Task: {task.strip().replace('_', ' ')}, State: {' '.join(map(str, bins))};\nAction: "
 
 
 def max_prompt_length(with_state: bool, task_bytes: int, state_width: int) -> int:
-    """Return the number of tokens of the longest prompt with bytes as tokens."""
+    """Return the maximum number of tokens of prompts with bytes as tokens."""
     if not with_state:
         return 2 + task_bytes
     return 1 + len(task_and_state_prompt("", np.zeros(0, np.float32)).encode()) + task_bytes + 4 * state_width
 
 
 class FlowPrompts:
-    """Encodes prompts of one length.
+    """Encodes prompts as token ids, padded to one length.
 
     Args:
         length: L, the number of tokens.
@@ -50,7 +50,7 @@ class FlowPrompts:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, including one that occurs in no prompt."""
+        """Number of ids, including one that does not occur in prompts."""
         return VOCAB_SIZE if self._tokenizer is None else len(self._tokenizer) + 1
 
     def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
-"""The shape of a flow-matching policy, and how its decisions are arranged as columns of numbers.
+"""The spec of a flow-matching policy, and the layout of its recorded decisions.
 
-A decision is recorded with the states of the denoising chain from which its log-probability is computed. They follow
-the actions: for each of the K actions the first D columns are the action in the model's scale, and the others are its
-share of the chain.
+A decision is recorded together with the states of the denoising chain from which its log-probability is computed. For
+each of the K actions, the first D columns are the action in the model's scale, and the others are 1/K of the entries of
+the chain.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Scale = tuple[tuple[float, ...], tuple[float, ...]]
 
 @dataclass(frozen=True)
 class FlowSpec:
-    """The shape of a policy, sufficient to build it again."""
+    """Describes a policy, sufficient to create it again."""
 
     model_type: Literal["pi0", "pi05"]
     layout: ObsLayout
@@ -32,13 +32,13 @@ class FlowSpec:
     state_scale: Scale
     """Scale of the numbers of an observation."""
     num_action_chunks: int = 1
-    """K: actions of a decision that are carried out."""
+    """K: actions of a decision that are executed."""
     horizon: int = 1
     """H >= K: actions that the network generates."""
     latent_dim: int = 1
     """A >= D: columns of an action in the network; the environment uses the first D."""
     state_dim: int = 1
-    """Numbers of an observation in the network; missing ones are zero."""
+    """Width of the network's state input; the numbers of an observation are padded with zeros."""
     prompt_length: int = 48
     """Number of tokens of the padded prompt."""
     tokenizer: str | None = None
@@ -46,18 +46,18 @@ class FlowSpec:
     image_size: int = 224
     """Height and width to which images are scaled."""
     sizes: Mapping[str, int] | None = None
-    """Sizes of the networks (`tether.integrations.robots.flow.backbone.Sizes`); None: lerobot's own, with 3.3 billion
+    """Sizes of the networks (`tether.integrations.robots.flow.backbone.Sizes`); None: lerobot's, with 3.3 billion
     parameters.
     """
     relative_actions: int = 0
-    """Leading columns of an action that are relative to the same numbers of the observation, as pi0 of LIBERO has them;
-    the network generates the difference."""
+    """Number of leading action columns that are relative to the same columns of the state, as in pi0 for LIBERO; the
+    network generates the difference."""
     discrete_state_input: bool = True
-    """pi0.5: whether its prompt has the state; otherwise it does not see it."""
+    """Whether pi0.5's prompt includes the state; otherwise the policy does not see it."""
     empty_cameras: int = 0
-    """Number of images that the network expects and the environment does not have."""
+    """Number of images that the network expects in addition to the environment's."""
     value_width: int = 1
-    """V: values per observation: 1, or K, one before each action of the chunk; 0: there is no critic."""
+    """V: values per observation: 1, or K, one for the state before each action of the chunk; 0: no critic."""
     num_steps: int = 4
     """N: number of denoising steps."""
     noise_method: NoiseMethod = "flow_sde"
@@ -65,13 +65,13 @@ class FlowSpec:
     noise_logvar_range: tuple[float, float] = (0.08, 0.16)
     """Minimum and maximum standard deviation of ``flow_noise``."""
     joint_logprob: bool = False
-    """Whether every denoising step is random, instead of one that is drawn for each decision."""
+    """Whether every denoising step is random, instead of a single one that is drawn for each decision."""
     step_logprobs: Literal["sum", "mean"] = "sum"
-    """How the random steps are combined: the density of the chain, or RLinf's mean over the start and all steps."""
+    """Log-prob of a chain: the sum over its random steps, or RLinf's mean over the start and all steps."""
     detach_critic_input: bool = False
     train_expert_only: bool = False
     choices: None = field(default=None, init=False)
-    """None, because actions are numbers."""
+    """None, because actions are continuous."""
 
     @property
     def parts(self) -> ObsLayout:
@@ -85,7 +85,7 @@ class FlowSpec:
 
     @property
     def text(self) -> str | None:
-        """Name of the text; None: there is none."""
+        """Name of the text; None without a text."""
         return next((field.name for field in self.layout if field.kind == "text"), None)
 
     @property
@@ -100,8 +100,8 @@ class FlowSpec:
 
     @property
     def recorded(self) -> int:
-        """Number of entries of the chain that are recorded with a decision, as in
-        `tether.integrations.robots.flow.chain.Record`.
+        """Number of entries of `tether.integrations.robots.flow.chain.Record` that are recorded in addition to the
+        actions.
         """
         if self.joint_logprob:
             return self.num_steps * self.latents

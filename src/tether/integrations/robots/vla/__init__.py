@@ -1,7 +1,7 @@
-"""Vision-language-action policies: a causal transformer that reads a picture and a text and predicts action tokens.
+"""Vision-language-action policies: a causal transformer that reads an image and a text and predicts action tokens.
 
-Read in this order: `spec` (the shape and the vocabulary), `decoder` (scoring and sampling of action tokens), `model` (a
-small network) or `published` (OpenVLA's, of `vit` and Llama, which `pretrained` loads), `policy` (for training and
+Reading order: `spec` (sizes and vocabulary), `decoder` (scoring and sampling of action tokens), `model` (a small
+network) or `published` (OpenVLA's network of `vit` and Llama, which `pretrained` loads), `policy` (training and
 acting).
 """
 

@@ -1,4 +1,4 @@
-"""Scoring and sampling of action tokens after an embedded prompt, for any network that embeds it.
+"""Scores and samples action tokens after an embedded prompt; subclasses embed the prompt.
 
 With A action tokens::
 
@@ -7,8 +7,8 @@ With A action tokens::
          predicts token 1    token 2      ...
 
 OpenVLA (Kim et al. 2024) decodes its tokens one after the other. OpenVLA-OFT (Kim et al. 2025) reads A - 1 placeholders
-instead, so that one pass gives all tokens. The value is computed from the hidden state at the end of the prompt, which
-sees no action.
+instead, so that one pass predicts all tokens. Values are computed from the hidden state at the end of the prompt, which
+does not depend on actions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EncodedPrompt:
     embedded: Tensor
     """[B, P, E]"""
     mask: Tensor | None = None
-    """[B, P]: False for padding, which nothing attends to; None without padding."""
+    """[B, P]: False for padding, to which nothing attends; None without padding."""
 
     def mask_with(self, count: int) -> Tensor | None:
         """Return `mask` extended by `count` tokens after the prompt."""
@@ -44,12 +44,12 @@ class ActionDecoder(nn.Module):
     prompts.
 
     Args:
-        spec: the shape.
+        spec: the spec of the policy.
     """
 
     language: LlamaForCausalLM
     placeholders: Tensor | None
-    """[A - 1, E] for OpenVLA-OFT; None where action tokens are decoded one after the other."""
+    """[A - 1, E]: embedded placeholders of OpenVLA-OFT; None if action tokens are decoded one after the other."""
 
     def __init__(self, spec: VlaSpec) -> None:
         super().__init__()
@@ -57,21 +57,21 @@ class ActionDecoder(nn.Module):
 
     @abstractmethod
     def inputs(self, obs: ObservationBatch) -> TensorDict:
-        """Return the inputs of `prompt` from observations [..., *shape]."""
+        """Return the inputs of `prompt` for observations [..., *shape]."""
 
     @abstractmethod
     def prompt(self, obs: Observations) -> EncodedPrompt:
-        """Embed the prompts of B observations, given by `inputs`."""
+        """Embed the prompts of B observations, given the result of `inputs`."""
 
     def forward(self, prompt: EncodedPrompt, bins: Tensor) -> tuple[Tensor, Tensor]:
         """Score all action tokens in one pass.
 
         Args:
             prompt: the prompts of B observations.
-            bins: [B, A] chosen bins, which OpenVLA reads.
+            bins: [B, A] chosen bins, which OpenVLA reads and OpenVLA-OFT does not.
 
         Returns:
-            Scores [B, A, bins] over the temperature, and the hidden state at the end of the prompt [B, E].
+            Scores [B, A, bins] divided by the temperature, and the hidden state at the end of the prompt [B, E].
         """
         following = self._following(bins[:, :-1]).to(prompt.embedded.dtype)
         inputs = torch.cat([prompt.embedded, following], dim=1)
@@ -83,11 +83,11 @@ class ActionDecoder(nn.Module):
         return self._hidden(prompt.embedded, prompt.mask)[:, -1]
 
     def choose(self, prompt: EncodedPrompt, noise: Tensor | None) -> Tensor:
-        """Sample action bins [B, A] one after the other, or all at once.
+        """Sample action bins [B, A] one after the other, or for OpenVLA-OFT all at once.
 
         Args:
             prompt: the prompts of B observations.
-            noise: Gumbel noise [B, A, bins]; None chooses the most likely bins.
+            noise: Gumbel noise [B, A, bins]; None: choose the most likely bins.
         """
         if self.placeholders is not None:
             ignored = torch.zeros(len(prompt.embedded), self.spec.action_tokens, dtype=torch.int64)
@@ -101,8 +101,10 @@ class ActionDecoder(nn.Module):
         return torch.stack(chosen, dim=1)
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """Return the scores [..., bins] of the bins, which are the last ids in reverse; no other token can be
-        chosen. They are at least float32."""
+        """Return the scores [..., bins] of the bins, in at least float32.
+
+        The bins are the last token ids in reverse order; other tokens cannot be chosen.
+        """
         size, wide = self.spec.vocab_size, torch.promote_types(hidden.dtype, torch.float32)
         weight = self.language.get_output_embeddings().weight[size - ACTION_BINS : size].flip(0)
         return hidden.to(wide) @ weight.to(wide).T / self.spec.temperature
@@ -118,8 +120,8 @@ class ActionDecoder(nn.Module):
 
         Args:
             inputs: [B, S, E] embeddings.
-            mask: [B, cache length + S]: False for padding, which positions do not count; None without padding.
-            cache: keys and values of the tokens before; extended in place.
+            mask: [B, cache length + S]: False for padding, which is not counted in positions; None without padding.
+            cache: keys and values of earlier tokens; extended in place.
         """
         positions = None if mask is None else (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -inputs.shape[1] :]
         out = self.language.model(

@@ -20,19 +20,20 @@ from tether.integrations.robots.vla.decoder import ActionDecoder, EncodedPrompt
 from tether.integrations.robots.vla.spec import BEGIN, END, FIRST_BYTE, VlaSpec
 
 CHANNELS = (32, 64, 128)
-"""Channels of the encoder's first layers; later ones are as wide as the last."""
+"""Channels of the encoder's first layers; later layers have as many as the last one."""
 GRID = 4
-"""Maximal picture tokens per side."""
+"""Maximum number of image tokens per side."""
 VALUE_SIZES = (512, 128)
 
 
 class PictureEncoder(nn.Module):
-    """Encodes a picture of bytes as tokens: convolutions halve it until it is at most `GRID` wide and high.
+    """Encodes a uint8 image as tokens: convolutions halve its size until it is at most `GRID` wide and high.
 
-    They also read pixel coordinates (Liu et al. 2018, "CoordConv"), since a policy has to know where things are.
+    The convolutions also read pixel coordinates (Liu et al. 2018, "CoordConv"), since a policy must know where things
+    are.
 
     Args:
-        picture: its channels, height and width.
+        picture: channels, height and width of the image.
         width: width of a token.
     """
 
@@ -80,10 +81,10 @@ class ValueHead(nn.Module):
 
 
 class VlaModel(ActionDecoder):
-    """Encoder, transformer and the embeddings between them, initialised from torch's global generator.
+    """Image encoder, embeddings and transformer, initialised from torch's global generator.
 
     Args:
-        spec: the shape.
+        spec: the spec of the policy.
     """
 
     def __init__(self, spec: VlaSpec) -> None:
@@ -106,7 +107,7 @@ class VlaModel(ActionDecoder):
         self.pictures = Pictures(spec.layout, spec.pictures) if spec.pictures else None
         self.encoder = None if self.pictures is None else PictureEncoder(self.pictures.shape, width)
         self.numbers = nn.Linear(self.row.width, width) if self.row.width else None
-        # Initialised to zero, as in RLinf's OpenVLA-OFT, where they are not trained.
+        # Initialised to zero, as in RLinf's OpenVLA-OFT, which does not train them.
         oft = spec.model_type == "openvla_oft"
         self.placeholders = nn.Parameter(torch.zeros(spec.action_tokens - 1, width)) if oft else None
 

@@ -1,7 +1,7 @@
 """A vision-language-action policy with the interface of `tether.control.policies.network_policy`.
 
-Its actions are indices of bins, K * D per decision (`tether.integrations.robots.action_bins` converts environments to
-them), its outputs the scores of all bins of all of them.
+Its actions are bin indices, K * D per decision (`tether.integrations.robots.action_bins` converts environments to
+them); its outputs are the scores of all bins for all actions.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ from tether.runtime.install import pip_install
 
 FROM_START = ("low", "high")
 OF_NETWORK = ("network", "hidden_dim", "num_layers", "num_heads")
-"""Fields of the shape that a run copies from the policy that it starts from; the second tuple is for a published
-network.
-"""
+"""Fields of the spec that a run copies from its initial policy; `OF_NETWORK` only for a published network."""
 
 
 class VlaPolicy(MemorylessPolicy):
     """A vision-language-action network with a value head.
 
     Args:
-        spec: the shape.
-        seed: seed of the initialisation; a published network is not initialised, only loaded.
+        spec: the spec of the policy.
+        seed: seed of the initialisation; a published network is loaded instead.
 
     Raises:
         ValueError: the tokenizer of a published network cannot be loaded.
@@ -70,7 +68,7 @@ class VlaPolicy(MemorylessPolicy):
         return self.model.inputs(obs)
 
     def update_statistics(self, obs: ObservationBatch) -> None:
-        """Do nothing: there are no statistics, since nothing is normalised."""
+        """Do nothing: observations are not normalised, so there are no statistics."""
 
     def forward(self, obs: Observations, actions: Tensor) -> tuple[Tensor, Tensor | None]:
         scores, hidden = self.model(self.model.prompt(obs), actions)
@@ -97,14 +95,14 @@ class VlaPolicy(MemorylessPolicy):
         return {name: getattr(self.spec, name) for name in names}
 
     def load_plain(self, weights: dict[str, Tensor]) -> None:
-        """Load weights in the format of `plain_state`; LoRA adapters and weights that are not given stay unchanged."""
+        """Load weights in the format of `plain_state`; LoRA adapters and missing weights stay unchanged."""
         state = self.state_dict()
         for name, value in weights.items():
             wrapped = under_adapter(name)
             state[wrapped if wrapped in state else name].copy_(value)
 
     def plain_state(self) -> dict[str, Tensor]:
-        """Return the weights of the equivalent policy without LoRA."""
+        """Return the weights with merged LoRA adapters."""
         if not self.spec.lora_rank:
             return self.state_dict()
         prefix = "model.language."

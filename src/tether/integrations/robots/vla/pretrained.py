@@ -1,4 +1,4 @@
-"""Published OpenVLA policies: folders with ``config.json``, safetensors, and the files of picture processor and
+"""Published OpenVLA policies: folders with ``config.json``, safetensors, and the files of image processor and
 tokenizer.
 
 The names of the weights are those of its authors' classes: ``vision_backbone.featurizer``, ``.fused_featurizer``,
@@ -31,7 +31,7 @@ KEY = "actor_rollout_ref.model.path"
 LANGUAGE = "language."
 """Prefix of the language model's weights in the policy; files have ``language_model.`` instead."""
 OWN_STATISTICS = "tether"
-"""Dataset name of the action statistics in a policy that tether writes."""
+"""Dataset name of the action statistics in policies that tether writes."""
 HEAD_FILES = ("action_head--*", "noisy_action_projector--*", "proprio_projector--*", "vision_backbone--*")
 """Files of modules that OpenVLA-OFT's authors add to a policy."""
 DEFAULT_BINS, DEFAULT_FILLING = ACTION_BINS, 64
@@ -61,7 +61,7 @@ class Published:
 
 
 def is_published(folder: Path) -> bool:
-    """Whether the folder has a model in transformers' layout, of OpenVLA or not."""
+    """Whether the folder has a model in transformers' layout, which may be another model than OpenVLA."""
     return (folder / CONFIG).is_file()
 
 
@@ -73,7 +73,8 @@ def read_published(folder: Path, prompt_length: int) -> Published:
         prompt_length: length L of its prompts.
 
     Raises:
-        ValueError: it is another kind of model, a file or weights are missing, or something is not supported; names it.
+        ValueError: it is a different kind of model, a file or weights are missing, or a setting is not supported; the
+            message names it.
     """
     config = _json(folder / CONFIG)
     kind = config.get("model_type")
@@ -109,7 +110,7 @@ def ranges(published: Published, unnorm_key: str | None) -> Ranges:
     normalisation. RLinf's files omit the suffix ``_no_noops`` of datasets, so both names are looked up.
 
     Raises:
-        ValueError: there is no such dataset, or there are several and no key; names the available ones.
+        ValueError: there is no such dataset, or there are several and no key; the message names the available ones.
     """
     datasets = published.statistics
     where = f"policy.unnorm_key={unnorm_key or 'null'}"
@@ -139,7 +140,7 @@ def ranges(published: Published, unnorm_key: str | None) -> Ranges:
 
 @torch.no_grad()
 def load_weights(policy: VlaPolicy, folder: Path) -> None:
-    """Load the weights of a folder that `read_published` has checked into the network; the critic stays as it is."""
+    """Load the weights of a folder, which `read_published` has checked, into the network; the critic is unchanged."""
     names = policy.model.state_dict().keys()
     for shard in _shards(folder):
         weights = {_own(name): value for name, value in load_file(folder / shard).items()}
@@ -148,7 +149,7 @@ def load_weights(policy: VlaPolicy, folder: Path) -> None:
 
 
 def write_published(policy: VlaPolicy, source: Path, folder: Path) -> None:
-    """Write a policy in the published layout; the statistics of its actions are those of `OWN_STATISTICS`.
+    """Write a policy in the published layout, with the statistics of its actions as dataset `OWN_STATISTICS`.
 
     Args:
         policy: a policy with a published network; LoRA adapters are merged, the critic is omitted.
@@ -277,7 +278,7 @@ def _check_weights(published: Published, shapes: Mapping[str, list[int]]) -> Non
     """Check that the weights of a folder are those of its network.
 
     Raises:
-        ValueError: some are missing, unknown, or of other shapes; names the first.
+        ValueError: some are missing, unknown, or have different shapes; the message names the first.
     """
     folder = published.folder
     with torch.device("meta"):

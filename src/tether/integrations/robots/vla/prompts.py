@@ -13,11 +13,11 @@ FILE = "tokenizer.json"
 EMPTY = "▁"
 """The token of a space, which ended each prompt in OpenVLA's training (Llama's id 29871)."""
 PADDING = -1
-"""The id in place of padding."""
+"""The id of padding."""
 
 
 def of_task(task: str) -> str:
-    """Return the prompt of a task in the form that OpenVLA was trained with."""
+    """Return the prompt of a task in the form with which OpenVLA was trained."""
     return f"In: What action should the robot take to {task.lower()}?\nOut:"
 
 

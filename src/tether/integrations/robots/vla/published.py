@@ -4,9 +4,9 @@ Its transformer reads, before the action tokens (`tether.integrations.robots.vla
 
     [begin] [patches of the picture] [tokens of the prompt]
 
-Two vision transformers read the picture, each with its own normalisation; their tokens are concatenated along the width
-and projected by a perceptron to the width of the transformer, which is Llama 2. Prompts are padded to one length
-between the patches and their first token; nothing attends to the padding, and positions do not count it.
+Two vision transformers read the image, each with its own normalisation. Their tokens are concatenated along the width,
+and an MLP projects them to the width of the transformer, which is Llama 2. Prompts are padded to one length between the
+patches and their first token; nothing attends to the padding, and it is not counted in positions.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from tether.integrations.robots.vla.vit import Vit, VitSpec
 from tether.observations import decode_text
 
 CROPPED = 0.9
-"""Fraction of a picture's area that is cropped from its centre for policies fine-tuned on random crops of this size."""
+"""Fraction of an image's area that a centre crop keeps, for policies fine-tuned on random crops of this size."""
 BEGIN = 1
-"""Llama's id of the begin token, where a configuration gives none."""
+"""Llama's id of the begin token, the default if a configuration has none."""
 TOKENS = "tokens"
 FEATURIZERS = ("featurizer", "fused_featurizer")
 
 
 class PublishedModel(ActionDecoder):
-    """Vision transformers, projector and Llama, without initialised weights.
+    """Vision transformers, projector and Llama, with uninitialised weights.
 
     Args:
-        spec: the shape.
-        network: the shape of its networks.
+        spec: the spec of the policy.
+        network: the sizes of its networks.
 
     Raises:
         ValueError: the tokenizer cannot be loaded.
@@ -60,7 +60,7 @@ class PublishedModel(ActionDecoder):
         self.register_buffer("placeholders", zeros, persistent=False)
 
     def inputs(self, obs: ObservationBatch) -> TensorDict:
-        """Return pictures of bytes [..., channels, height, width] and ids of the prompt [..., L]."""
+        """Return uint8 images [..., channels, height, width] and token ids of the prompt [..., L]."""
         pictures = self._pictures(obs)
         assert self.spec.text is not None
         codes = obs[self.spec.text]
@@ -81,7 +81,7 @@ class PublishedModel(ActionDecoder):
     def _patches(self, picture: Tensor) -> Tensor:
         """Encode bytes [B, 3, height, width] as patches [B, P, E]."""
         dtype = self.language.dtype
-        picture = picture.to(torch.promote_types(dtype, torch.float32))  # bfloat16 could not tell positions in it
+        picture = picture.to(torch.promote_types(dtype, torch.float32))  # bfloat16 is too coarse for positions
         if self.spec.center_crop:
             picture = center_crop(picture)
         features = [
@@ -102,14 +102,14 @@ def make_networks(network: Network) -> tuple[LlamaForCausalLM, nn.ModuleDict, nn
 
 
 def llama_config(text_config: Mapping[str, object]) -> LlamaConfig:
-    """Return the transformer's configuration; fields that are not given are those of Llama 2 7B."""
+    """Return the transformer's configuration; missing fields are those of Llama 2 7B."""
     # A checkpoint stores lists as tuples, which the configuration rejects.
     config: LlamaConfig = LlamaConfig.from_dict(json.loads(json.dumps(dict(text_config))))
     return config
 
 
 def _projector(width: int, out: int, vits: int) -> nn.Sequential:
-    """Build OpenVLA's projector: two layers for one vision transformer, and a wider third one before them for two."""
+    """Build OpenVLA's projector: two layers, and for two vision transformers a wider one before them."""
     widths = [width, out, out] if vits == 1 else [width, 4 * width, out, out]
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for number in range(1, len(widths)):
@@ -120,11 +120,11 @@ def _projector(width: int, out: int, vits: int) -> nn.Sequential:
 
 
 def center_crop(picture: Tensor) -> Tensor:
-    """Crop the centre of pictures [B, 3, H, W], `CROPPED` of their area, and resize it to the old size, rounded to
+    """Crop the centre of images [B, 3, H, W], `CROPPED` of their area, and resize it to the original size, rounded to
     bytes.
 
-    Like TensorFlow's `crop_and_resize`, with which OpenVLA is evaluated, it maps the corners of the crop to the corners
-    of the result.
+    Corners of the crop are mapped to corners of the result, as in TensorFlow's `crop_and_resize`, with which OpenVLA is
+    evaluated.
     """
     side = math.sqrt(CROPPED)
     box = torch.tensor([[side, 0.0, 0.0], [0.0, side, 0.0]], dtype=picture.dtype, device=picture.device)
@@ -133,7 +133,8 @@ def center_crop(picture: Tensor) -> Tensor:
 
 
 def normalized(picture: Tensor, vit: VitSpec, resize: Resize) -> Tensor:
-    """Convert bytes [B, 3, height, width] to the colours [B, 3, size, size] that a vision transformer expects."""
+    """Convert uint8 images [B, 3, height, width] to the normalised colours [B, 3, size, size] of a vision
+    transformer."""
     mean, std = (picture.new_tensor(column)[:, None, None] for column in (vit.mean, vit.std))
     if resize == "letterbox":
         picture = letterbox(picture, (mean * 255).int().to(picture))
@@ -144,7 +145,7 @@ def normalized(picture: Tensor, vit: VitSpec, resize: Resize) -> Tensor:
 
 
 def letterbox(picture: Tensor, colour: Tensor) -> Tensor:
-    """Pad pictures [B, 3, H, W] to squares, up to one pixel, with a border of a colour [3, 1, 1]."""
+    """Pad images [B, 3, H, W] to squares, up to one pixel, with a border of a colour [3, 1, 1]."""
     height, width = picture.shape[2:]
     vertical, horizontal = ((max(height, width) - side) // 2 for side in (height, width))
     return nn.functional.pad(picture - colour, (horizontal, horizontal, vertical, vertical)) + colour

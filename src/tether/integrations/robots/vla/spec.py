@@ -1,8 +1,8 @@
-"""The shape of a vision-language-action policy, and its vocabulary.
+"""The spec of a vision-language-action policy, and its vocabulary.
 
 The token ids of a small policy are, in order: begin, end of the prompt, the 256 bytes of a text, the action bins; those
-of a published one are Llama's. The bins are the last ids in reverse as in OpenVLA (Kim et al. 2024): bin b is the id
-``vocab_size - 1 - b``.
+of a published policy are Llama's. The bins are the last ids in reverse order, as in OpenVLA (Kim et al. 2024): bin b
+has the id ``vocab_size - 1 - b``.
 """
 
 from __future__ import annotations
@@ -24,31 +24,30 @@ Resize = Literal["resize-naive", "letterbox"]
 
 @dataclass(frozen=True)
 class Network:
-    """The shape of a published OpenVLA network."""
+    """Describes a published OpenVLA network."""
 
     vits: tuple[VitSpec, ...]
-    """The vision transformers that read the picture; the tokens of the second are concatenated to the first's by
-    width."""
+    """The vision transformers that read the image; their tokens are concatenated along the width."""
     text_config: Mapping[str, object]
     """Fields of transformers' `LlamaConfig`."""
     vocab_size: int
-    """Number of ids, without those that pad the embeddings."""
+    """Number of ids, without those that only pad the embeddings."""
     prompt_length: int
     """L: tokens of an instruction, padded on the left."""
     tokenizer: str
-    """Folder with its ``tokenizer.json``."""
+    """Folder with ``tokenizer.json``."""
     resize: Resize
-    """How a picture becomes a square: by stretching it, or with a border."""
+    """How an image becomes a square: by stretching it, or with a border."""
 
 
 @dataclass(frozen=True)
 class VlaSpec:
-    """The shape of a policy, from which it can be rebuilt."""
+    """Describes a policy, sufficient to create it again."""
 
     model_type: Literal["openvla", "openvla_oft"]
     """Whether action tokens are decoded one after the other, or all in one pass, independently of each other."""
     layout: ObsLayout
-    """The components of an observation."""
+    """The fields of an observation."""
     action_width: int
     """D: columns of an action."""
     low: tuple[float, ...]
@@ -58,23 +57,22 @@ class VlaSpec:
     num_action_chunks: int = 1
     """K: actions per decision, which are K * D tokens."""
     value_width: int = 1
-    """V: values per observation: 1, or K, one before each action of the chunk; 0 without a critic."""
+    """V: values per observation: 1, or K, one for the state before each action of the chunk; 0 without a critic."""
     hidden_dim: int = 128
     num_layers: int = 4
     num_heads: int = 4
     temperature: float = 1.0
     """Temperature of the softmax over action tokens, when acting and when training."""
     lora_rank: int = 0
-    """Rank of LoRA adapters in the transformer, with which only they and the critic are trained; 0 trains
-    everything."""
+    """Rank of LoRA adapters in the transformer; then only they and the critic are trained. 0: train all weights."""
     lora_alpha: int = 16
     target_modules: tuple[str, ...] = ("all-linear",)
     network: Network | None = None
-    """The shape of a published network; None for a small one."""
+    """The published network; None for a small network."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Format in which the network computes while it is trained; saved weights are float32."""
+    """Dtype in which the network computes in training; saved weights are float32."""
     center_crop: bool = False
-    """Whether a published network reads only the centre of pictures."""
+    """Whether images are cropped to their centre for a published network."""
 
     @classmethod
     def of_fields(cls, fields: JsonObject) -> VlaSpec:

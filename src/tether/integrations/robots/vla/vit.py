@@ -2,7 +2,7 @@
 
 They are timm's (`vit_large_patch14_reg4_dinov2`: Oquab et al. 2023, "DINOv2"; Darcet et al. 2023, "Vision Transformers
 Need Registers"; `vit_so400m_patch14_siglip`: Zhai et al. 2023, "SigLIP"). OpenVLA reads the patches after the last
-block but one, so the layers after it are not built. LayerScale's weights are called `scale_factor`, as in these files.
+block but one, so the last block is not built. LayerScale's weights are called `scale_factor`, as in these files.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ HEADS = {
     "vit_so400m_patch14_siglip_224": 16,
     "vit_so400m_patch14_siglip_384": 16,
 }
-"""Attention heads by timm's id of a network. Everything else follows from the shapes of the weights."""
+"""timm's id of a network -> number of attention heads. Other sizes follow from the shapes of the weights."""
 EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class VitSpec:
-    """The shape of a vision transformer, and the pictures that it expects."""
+    """Sizes of a vision transformer, and of the images that it expects."""
 
     timm_id: str
     """A key of `HEADS`."""
     image_size: int
-    """Height and width of a picture."""
+    """Height and width of an image."""
     patch: int
     """Height and width of a patch."""
     width: int
@@ -46,7 +46,7 @@ class VitSpec:
 
     @property
     def patches(self) -> int:
-        """Return the number of patches of a picture, P."""
+        """Return P, the number of patches of an image."""
         return (self.image_size // self.patch) ** 2
 
 
@@ -79,7 +79,7 @@ class Attention(nn.Module):
 
 
 class VitBlock(nn.Module):
-    """A transformer block with norms before attention and perceptron."""
+    """A pre-norm transformer block."""
 
     def __init__(self, spec: VitSpec) -> None:
         super().__init__()
@@ -97,10 +97,10 @@ class VitBlock(nn.Module):
 
 
 class Vit(nn.Module):
-    """A vision transformer up to the last block but one.
+    """A vision transformer without its last block.
 
     Args:
-        spec: the shape.
+        spec: the spec.
     """
 
     def __init__(self, spec: VitSpec) -> None:
