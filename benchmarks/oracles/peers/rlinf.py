@@ -148,9 +148,7 @@ def losses() -> list[Check]:
 def decoupled_losses() -> list[Check]:
     """RLinf's old_logprobs are those of the sampler."""
     dropped = "tether: RLinf divides by the tokens that this micro-batch keeps, so the gradient changes with its size"
-    unbounded = (
-        "tether: log ratios are clamped to +-20; RLinf does not clamp, here up to e^60, and float32 overflows"
-    )
+    unbounded = "tether: log ratios are clamped to +-20; RLinf does not clamp, here up to e^60, and float32 overflows"
 
     def theirs(**keywords: Any) -> Callable[[Case], Outputs]:
         def call(case: Case) -> Outputs:
