@@ -76,9 +76,9 @@ class Model:
     sequence: int = 1
     """Number of devices that share each row of tokens."""
     reshard: bool = True
-    weights_rest_on_host: bool = False
+    offload_weights: bool = False
     gradients_are_freed: bool = True
-    optimizer_rests_on_host: bool = False
+    offload_optimizer: bool = False
     on_host: bool = False
     """Whether weights, gradients and optimizer state are always on the host."""
     shares_optimizer: bool = True
@@ -164,8 +164,8 @@ def _megatron_adapter(model: Model) -> list[tuple[float, int]]:
 def at_rest(model: Model) -> tuple[Parts, Parts]:
     """Return what a model keeps on its device and on the host while another one runs."""
     device, host, role = Parts(), Parts(), model.role
-    weights = host if model.on_host or model.weights_rest_on_host else device
-    optimizer = host if model.on_host or model.optimizer_rests_on_host else device
+    weights = host if model.on_host or model.offload_weights else device
+    optimizer = host if model.on_host or model.offload_optimizer else device
     if model.layout:
         pairs = megatron_held(model.sizes, model.layout, model.ranks, has_head=model.has_head)
         adapter = _megatron_adapter(model)
@@ -192,7 +192,7 @@ def at_rest(model: Model) -> tuple[Parts, Parts]:
 
 def _returns(model: Model) -> Parts:
     """Return what comes to the device while the model runs, because it rests on the host."""
-    if not model.weights_rest_on_host or model.on_host:
+    if not model.offload_weights or model.on_host:
         return {}
     return {name: size for name, size in at_rest(model)[1].items() if "optimizer" not in name}
 
@@ -257,7 +257,7 @@ def update(model: Model, tokens: float, in_flight: int = 1) -> Parts:
     moments = _moments(model, tokens / model.sequence, in_flight)
     largest = max(moments, key=lambda components: sum(components.values()))
     components = _returns(model) | _gradients(model)
-    if model.optimizer_rests_on_host and not model.on_host:
+    if model.offload_optimizer and not model.on_host:
         components |= {name: size for name, size in at_rest(model)[1].items() if "optimizer" in name}
     return components | {f"{model.role} {name}": size for name, size in largest.items() if size}
 

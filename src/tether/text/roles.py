@@ -238,12 +238,12 @@ def build_rank_components(config: RunConfig, model_specs: ModelSpecs, names: fro
             "shards": settings.fsdp_size,
             "reshard": settings.reshard_after_forward,
             "on_host": settings.offload_policy,
-            "weights_rest_on_host": settings.param_offload,
+            "offload_weights": settings.param_offload,
         }
         if isinstance(settings, TrainedFsdpConfig):
             narrow = settings.mixed_precision.reduce_dtype == "bfloat16"
             options["reduce_dtype"] = torch.bfloat16 if narrow else None
-            options["optimizer_rests_on_host"] = settings.optimizer_offload
+            options["offload_optimizer"] = settings.optimizer_offload
         return partial(fsdp.FsdpEngine, sharding=fsdp.Sharding(**options))
 
     if uses_megatron(config):
@@ -285,23 +285,25 @@ def _engines(
     settings = config.actor_rollout_ref
     engines, policy, references = Engines(), None, dict[str, ReferenceModel]()
     if names & {"actor", "sampler"}:
-        unread = sharded or "actor" not in names  # the sampler receives its weights from the actor
+        lazy_weights = sharded or "actor" not in names  # the sampler receives its weights from the actor
         policy = load_policy(
             settings.model,
             model_specs.model_path,
             model_specs.device,
             model_specs.checkpoint,
             seed=config.trainer.seed,
-            unread=unread,
+            lazy_weights=lazy_weights,
         )
         if replays(config):
             follow_choice(policy)
     if "reference" in names or ("actor" in names and reference_runs_with_actor(config)):
-        references = load_references(config, model_specs.reference_paths, policy, model_specs.device, unread=sharded)
+        references = load_references(
+            config, model_specs.reference_paths, policy, model_specs.device, lazy_weights=sharded
+        )
     if "actor" in names:
         assert policy is not None
         models = [reference.model for reference in references.values()]
-        reference = replace(next(iter(references.values())), further=tuple(models[1:])) if models else None
+        reference = replace(next(iter(references.values())), other_models=tuple(models[1:])) if models else None
         engines = _policy_engines(config, policy, reference, model_specs, make, names, sharded=sharded)
     elif "sampler" in names:
         assert policy is not None
@@ -315,7 +317,7 @@ def _engines(
             model_specs.device,
             model_specs.checkpoint,
             seed=config.trainer.seed,
-            unread=sharded,
+            lazy_weights=sharded,
         )
         built = critic_engine(config, critic, tokenizer, steps, incidents, make(config.critic))
         engines = replace(engines, critic=built)
@@ -330,9 +332,9 @@ def _engines(
     return engines
 
 
-def _frozen_reference(actor: Any, model: PreTrainedModel, micro: MicroBatching, during: Any) -> Any:
+def _frozen_reference(actor: Any, model: PreTrainedModel, micro: MicroBatching, inference_context: Any) -> Any:
     """Return the reference of a sharded policy with an adapter: the policy itself, with its adapter disabled."""
-    return actor.frozen(micro, during)
+    return actor.frozen(micro, inference_context)
 
 
 def _policy_engines(
@@ -381,11 +383,11 @@ def _copy_to_sample(compute_dtype: str, policy: PreTrainedModel) -> PreTrainedMo
 
     Buffers keep their dtype: rotary frequencies in bfloat16 would change the angles of distant tokens.
     """
-    dtype, unread = DTYPES[compute_dtype], has_lazy_weights(policy)
+    dtype, lazy_weights = DTYPES[compute_dtype], has_lazy_weights(policy)
 
     def copied(weight: torch.Tensor) -> torch.Tensor:
         room = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-        return room if unread else room.copy_(weight.detach())
+        return room if lazy_weights else room.copy_(weight.detach())
 
     return with_weights(policy, map(copied, policy.parameters())).requires_grad_(False)
 

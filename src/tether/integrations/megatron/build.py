@@ -175,9 +175,9 @@ def build_megatron_components(config: RunConfig, model_specs: ModelSpecs, names:
             layout=layout_of(section.megatron, name),
             overrides=overrides_of(config, section),
             distributed_optimizer=trained and getattr(sizes, "use_distributed_optimizer"),  # noqa: B009
-            weights_rest_on_host=sizes.param_offload,
-            gradients_rest=trained and getattr(sizes, "grad_offload"),  # noqa: B009
-            optimizer_rests_on_host=trained and getattr(sizes, "optimizer_offload"),  # noqa: B009
+            offload_weights=sizes.param_offload,
+            offload_gradients=trained and getattr(sizes, "grad_offload"),  # noqa: B009
+            offload_optimizer=trained and getattr(sizes, "optimizer_offload"),  # noqa: B009
         )
         weights: Any = folder
         if sizes.use_dist_checkpointing and (model_specs.checkpoint is None or folder.parent != model_specs.checkpoint):
@@ -206,12 +206,12 @@ def build_megatron_components(config: RunConfig, model_specs: ModelSpecs, names:
         of_critic = make("critic", where, role="critic", adapter=adapter)
         components["critic"] = critic_engine(config, critic, tokenizer, steps, incidents, of_critic)
     if "reference" in names and reference_is_policy(config):
-        twin = lambda model, micro, during: components["actor"].frozen(micro)  # noqa: E731
+        twin = lambda model, micro, inference_context: components["actor"].frozen(micro)  # noqa: E731
         components["reference"] = reference_engine(config, ReferenceModel(policy), twin)
     elif "reference" in names:
         dtype = DTYPES[settings.ref.fsdp_config.dtype]
         of_reference = make("reference", start, compute_dtype=dtype)
-        alone = lambda model, micro, during: of_reference(model, micro)  # noqa: E731
+        alone = lambda model, micro, inference_context: of_reference(model, micro)  # noqa: E731
         components["reference"] = reference_engine(config, ReferenceModel(empty_model(start, hf_config)), alone)
     return components
 

@@ -142,8 +142,8 @@ def build_servers(
         sleeps=rollout.free_cache_engine and in_turns and (hosts is None or hosts.train),
         lora_scale=model.lora_alpha / max(model.lora_rank, 1),
         adapters=kind_of(rollout.name).sends_adapters(settings),
-        layers_are_there=not theirs and _load_format(rollout) != "dummy",
-        holds_weights=not in_turns,
+        has_base_layers=not theirs and _load_format(rollout) != "dummy",
+        restores_last_weights=not in_turns,
     )
     engine = ServedEngine(
         servers,
