@@ -22,7 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from tether.text.models.load import ready
+from tether.text.models.load import prepare_model
 from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
@@ -118,7 +118,7 @@ def judge(model: PreTrainedModel) -> tuple[str, str]:
     """Return what becomes of a model that a user names, and a reason or the tokens."""
     expected = _continued(copy.deepcopy(model), NEW_TOKENS)
     try:
-        engine = NativeEngine(ready(model), eos_token_ids=frozenset())
+        engine = NativeEngine(prepare_model(model), eos_token_ids=frozenset())
         sampled = engine.generate([PROMPT], SamplingParams(NEW_TOKENS, temperature=0.0), NoiseKey(1, 0))
     except ValueError as error:
         return REFUSED, str(error)

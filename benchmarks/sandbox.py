@@ -17,7 +17,7 @@ import psutil
 from benchmarks.speed.machine import machine_line
 from tether.text.rewards.outcome import RewardRequest
 from tether.text.rewards.sandbox import Limits, ProgramOptions
-from tether.text.rewards.sandbox.bubblewrap import why_not
+from tether.text.rewards.sandbox.bubblewrap import confinement_advice
 from tether.text.rewards.sandbox.languages import LANGUAGES
 from tether.text.rewards.sandbox.limits import Program
 from tether.text.rewards.sandbox.run import run
@@ -70,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=10_000, help="runs that must leave nothing")
     options = parser.parse_args()
-    if reason := why_not():
+    if reason := confinement_advice():
         raise SystemExit(reason)
     print(machine_line())
     print("start and end of a program that does nothing: {:.0f} ms plain, {:.0f} ms in the sandbox".format(*start_ms()))

@@ -70,7 +70,7 @@ CASES = {
         "R2 replays the pass over the old policy that algorithm.rollout_correction.bypass_mode=True leaves out",
         ["algorithm.rollout_correction.bypass_mode=False"],
     ),
-    "routers_can_be_told": (
+    "routers_can_replay_experts": (
         [BY_MEGATRON, f"{REPLAY}=R2", f"{ACTOR}.megatron.override_transformer_config={{moe_router_fusion: true}}"],
         MEGATRONS_REPLAY,
         "override_transformer_config.moe_router_fusion=True does not support. leave moe_router_fusion out",
@@ -147,7 +147,7 @@ CASES = {
         f"5.0 is not below {ACTOR}.policy_loss.clip_cov_ub=5.0, so clip_cov drops no token",
         [f"{ACTOR}.policy_loss.clip_cov_lb=4.5"],
     ),
-    "adaptive_kl_moves": (
+    "adaptive_kl_has_horizon_and_target": (
         ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=0"],
         "algorithm.kl_ctrl.horizon",
         "0 cannot be divided by, as algorithm.kl_ctrl.type=adaptive does",
@@ -195,7 +195,7 @@ CASES = {
         "512 leaves a prompt of data.max_prompt_length=512 tokens no room",
         [f"{ROLLOUT}.max_model_len=513"],
     ),
-    "servers_tell_what_they_kept": (
+    "servers_can_report_kept_tokens": (
         [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.top_p=0.9"],
         f"{ROLLOUT}.top_p",
         "0.9 alone: vllm tells which tokens it kept only together with",
@@ -261,7 +261,7 @@ CASES = {
         "default_agent_loop=endpoint asks for several",
         [f"{ROLLOUT}.ignore_eos=False"],
     ),
-    "turns_end": (
+    "turns_can_end": (
         [f"{ROLLOUT}.multi_turn.enable=True", f"{ROLLOUT}.ignore_eos=True"],
         f"{ROLLOUT}.ignore_eos",
         "True lets no turn end",
@@ -273,7 +273,7 @@ CASES = {
         "native samples conversations (actor_rollout_ref.rollout.multi_turn.enable=True) on one device, not on 2",
         [f"{ROLLOUT}.name=vllm"],
     ),
-    "sampling_ahead_has_devices_of_its_own": (
+    "async_sampling_has_separate_devices": (
         ["trainer.async_mode=fully_async", "trainer.n_gpus_per_node=2"],
         f"{ROLLOUT}.name",
         "native samples on the 2 devices that train; trainer.async_mode=fully_async asks for both at once",
@@ -306,7 +306,7 @@ CASES = {
         "is separate from the actor, which computes the KL on both models together (algorithm.kl_penalty=full)",
         [f"{PLACES}={{actor: 0-1, critic: 0-1, rollout: 0-1, inference: 0-1}}"],
     ),
-    "partial_responses_are_sampled_here": (
+    "partial_rollout_is_supported": (
         ["trainer.async_mode=fully_async", f"{ROLLOUT}.partial_rollout=True", f"{ROLLOUT}.nnodes=1"],
         f"{ROLLOUT}.partial_rollout",
         "devices of its own",
@@ -325,25 +325,25 @@ CASES = {
         f"False takes from the servers what {ROLLOUT}.free_cache_engine=True needs",
         [f"{ROLLOUT}.server_urls=[http://localhost:1]"],
     ),
-    "servers_are_where_they_are_looked_for": (
+    "server_addresses_are_not_overridden": (
         [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.vllm={{served-model-name: m, port: 8100}}"],
         f"{ROLLOUT}.engine_kwargs.vllm.port",
         "8100 moves a server away from where the run looks for it. leave it out",
         [f"{ROLLOUT}.server_urls=[http://localhost:1]"],
     ),
-    "servers_sample_where_their_addresses_are": (
+    "server_urls_need_a_server_engine": (
         [f"{ROLLOUT}.server_urls=[http://h:1]"],
         f"{ROLLOUT}.server_urls",
         f"http://h:1 is given, while {ROLLOUT}.name=native samples without servers. set {ROLLOUT}.name to vllm or",
         [f"{ROLLOUT}.name=sglang"],
     ),
-    "servers_are_named_once": (
+    "server_urls_are_unique": (
         [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.server_urls=[http://h:1, 'http://h:1/']"],
         f"{ROLLOUT}.server_urls",
         "http://h:1 is named more than once. name each server once",
         [f"{ROLLOUT}.server_urls=[http://h:1, 'http://h:2']"],
     ),
-    "servers_divide_the_devices": (
+    "tensor_parallel_size_divides_devices": (
         [
             *(f"{ROLLOUT}.name=vllm", "trainer.device=cuda", "trainer.n_gpus_per_node=8"),
             f"{ROLLOUT}.tensor_model_parallel_size=3",
@@ -358,7 +358,7 @@ CASES = {
         "http://LocalHost is named more than once (before as http://127.0.0.1:80). name each server once",
         [f"{ROLLOUT}.server_urls=['http://127.0.0.1:80', 'http://localhost:8000']"],
     ),
-    "weights_of_several_devices_pass_through_the_host": (
+    "nccl_transfer_needs_one_device": (
         [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.weight_transfer=nccl", "trainer.n_gpus_per_node=2"],
         f"{ROLLOUT}.weight_transfer",
         "nccl broadcasts from one device, and the run has 2, with vllm beside them",
@@ -376,19 +376,19 @@ CASES = {
         f"8192 is less than the 8512 tokens of a row, so that vllm would not start without {ROLLOUT}.enable_ch",
         [f"{ROLLOUT}.engine_kwargs.vllm={{max_num_batched_tokens: 9000}}"],
     ),
-    "vllm_takes_adapters_of_this_rank": (
+    "vllm_supports_lora_rank": (
         [f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.lora_rank=513"],
         "actor_rollout_ref.model.lora_rank",
         "513 is more than the 512 of adapters that vllm takes. set actor_rollout_ref.model.lora.merge=True",
         ["actor_rollout_ref.model.lora.merge=True"],
     ),
-    "staleness_bounds_something": (
+    "max_staleness_has_an_effect": (
         ["trainer.async_mode=fully_async", f"{ROLLOUT}.max_staleness=4", "trainer.total_training_steps=4"],
         f"{ROLLOUT}.max_staleness",
         "4 updates lie between no two of the 4 steps of this run. set it below 4",
         [f"{ROLLOUT}.max_staleness=3"],
     ),
-    "greedy_validation_answers_once": (
+    "greedy_validation_samples_once": (
         [f"{VAL}.n=4"],
         f"{VAL}.n",
         "4 greedy answers to a prompt are all the same",
@@ -500,7 +500,7 @@ CASES |= {
         f"3.0 is above {CORRECTION}.rollout_rs_threshold=2",
         [f"{CORRECTION}.rollout_rs_threshold_lower=0.5"],
     ),
-    "bypass_is_said_once": (
+    "bypass_mode_matches_loss_mode": (
         [f"{ACTOR}.policy_loss.loss_mode=bypass_mode"],
         f"{ACTOR}.policy_loss.loss_mode",
         f"bypass_mode contradicts {CORRECTION}.bypass_mode=False",
@@ -547,7 +547,7 @@ CASES |= {
         f"1 response a prompt has no two scores, so {FILTER}.enable=True would drop every prompt",
         [f"{ROLLOUT}.n=4"],
     ),
-    "dynamic_sampling_ends": (
+    "dynamic_sampling_has_a_limit": (
         [f"{FILTER}.enable=True", f"{FILTER}.max_num_gen_batches=0", f"{ROLLOUT}.n=2"],
         f"{FILTER}.max_num_gen_batches",
         "0 would sample without end while no group has two different scores",
@@ -826,7 +826,7 @@ def test_each_contradiction_is_one_problem_and_its_fix_works(monkeypatch):
 NOT_TAKEN_BY_VERL = {
     *(name for name in CASES if name.startswith("megatron_")),
     *(name for name in CASES if name.startswith(("rows_of_", "shared_rows_of_"))),
-    *("vllm_takes_adapters_of_this_rank", "a_pass_of_vllm_has_a_token_of_each_row", "a_pass_of_vllm_has_a_whole_row"),
+    *("vllm_supports_lora_rank", "a_pass_of_vllm_has_a_token_of_each_row", "a_pass_of_vllm_has_a_whole_row"),
     *("training_data_is_named", "actor_mini_batch_fits", "critic_mini_batch_fits", "gae_has_a_critic"),
     *(
         "distillation_has_a_teacher",
@@ -838,7 +838,7 @@ NOT_TAKEN_BY_VERL = {
         "rejection_modes_have_bounds",
         "bypass_has_no_token_baseline",
         "bypass_has_no_full_kl_in_reward",
-        "servers_divide_the_devices",
+        "tensor_parallel_size_divides_devices",
         *(f"shards_of_{model}_divide_the_devices" for model in SHARDED),
     ),
 }
@@ -847,11 +847,11 @@ NOT_VERLS = {
     *("lambda_is_used", "critic_is_there_to_wait_for", "rejection_has_one_lower_bound", "decoupled_corrects_once"),
     *("gdpo_has_components", "gdpo_reads_components_only", "remax_scores_keep_their_scale"),
     *("parts_are_whole", "integrations_are_installed", "served_models_read_text", "rollbacks_have_checkpoints"),
-    *("partial_responses_are_sampled_here", "staleness_bounds_something", "vllm_can_sleep", "sglang_can_sleep"),
+    *("partial_rollout_is_supported", "max_staleness_has_an_effect", "vllm_can_sleep", "sglang_can_sleep"),
     *("models_are_placed", "the_reference_of_a_full_kl_is_where_the_actor_is"),
-    *("servers_sample_where_their_addresses_are", "weights_of_several_devices_pass_through_the_host"),
-    *("servers_are_named_once", "servers_are_named_once_by_any_name", "servers_are_where_they_are_looked_for"),
-    "routers_can_be_told",
+    *("server_urls_need_a_server_engine", "nccl_transfer_needs_one_device"),
+    *("server_urls_are_unique", "servers_are_named_once_by_any_name", "server_addresses_are_not_overridden"),
+    "routers_can_replay_experts",
     *("a_server_has_settings_of_its_own", "servers_compute_at_a_temperature_of_1", "teachers_have_names"),
     "servers_return_log_probs_of_tokens",
     *("an_endpoint_has_a_program", "programs_hold_their_conversations", "programs_score_alone"),

@@ -109,9 +109,9 @@ def test_shards_divide_what_is_kept_and_offloading_moves_it() -> None:
     parameters = TINY.parameters
     shards = Model("actor", TINY, ranks=4, shards=4, sharded=True)
     assert at_rest(shards)[0] == {"actor weights": parameters, "actor optimizer": 2 * parameters}
-    moved, host = at_rest(replace(shards, optimizer_rests_on_host=True, weights_rest_on_host=True))
+    moved, host = at_rest(replace(shards, offload_optimizer=True, offload_weights=True))
     assert (moved, host) == ({}, {"actor weights": parameters, "actor optimizer": 2 * parameters})
-    local = update(replace(shards, optimizer_rests_on_host=True, weights_rest_on_host=True), 16)
+    local = update(replace(shards, offload_optimizer=True, offload_weights=True), 16)
     assert (local["actor weights"], local["actor optimizer"]) == (parameters, 2 * parameters)
 
 

@@ -80,7 +80,7 @@ def test_traffic_of_a_sharded_model() -> None:
     assert bus_seconds(on_host, device, 2, 1) * device.bus == pytest.approx(18.5, rel=0.01)
     frozen = replace(on_host, trained=False)
     assert bus_seconds(frozen, device, 1, 0) == pytest.approx(2 * count / 2 / (device.bus * 1e9))
-    rests = replace(model, weights_rest_on_host=True, optimizer_rests_on_host=True)
+    rests = replace(model, offload_weights=True, offload_optimizer=True)
     assert move_seconds(rests, device, update=False) == pytest.approx(2 * 4 * count / 2 / (device.bus * 1e9))
     assert move_seconds(rests, device, update=True) == pytest.approx(2 * 12 * count / 2 / (device.bus * 1e9))
     assert optimizer_seconds(on_host, device, 2) > 10 * optimizer_seconds(model, device, 2)

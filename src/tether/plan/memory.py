@@ -77,9 +77,9 @@ class Model:
     sequence: int = 1
     """Number of devices that share each row of tokens (sequence parallelism)."""
     reshard: bool = True
-    weights_rest_on_host: bool = False
+    offload_weights: bool = False
     gradients_are_freed: bool = True
-    optimizer_rests_on_host: bool = False
+    offload_optimizer: bool = False
     on_host: bool = False
     """Whether weights, gradients and optimizer state are always in host memory."""
     shares_optimizer: bool = True
@@ -165,8 +165,8 @@ def _megatron_adapter(model: Model) -> list[tuple[float, int]]:
 def at_rest(model: Model) -> tuple[Parts, Parts]:
     """Return what a model keeps in device memory and in host memory while it is not running."""
     device, host, role = Parts(), Parts(), model.role
-    weights = host if model.on_host or model.weights_rest_on_host else device
-    optimizer = host if model.on_host or model.optimizer_rests_on_host else device
+    weights = host if model.on_host or model.offload_weights else device
+    optimizer = host if model.on_host or model.offload_optimizer else device
     if model.layout:
         pairs = megatron_held(model.sizes, model.layout, model.ranks, has_head=model.has_head)
         adapter = _megatron_adapter(model)
@@ -193,7 +193,7 @@ def at_rest(model: Model) -> tuple[Parts, Parts]:
 
 def _returns(model: Model) -> Parts:
     """Return the components that are moved from the host to the device while the model runs."""
-    if not model.weights_rest_on_host or model.on_host:
+    if not model.offload_weights or model.on_host:
         return {}
     return {name: size for name, size in at_rest(model)[1].items() if "optimizer" not in name}
 
@@ -258,7 +258,7 @@ def update(model: Model, tokens: float, in_flight: int = 1) -> Parts:
     moments = _moments(model, tokens / model.sequence, in_flight)
     largest = max(moments, key=lambda components: sum(components.values()))
     components = _returns(model) | _gradients(model)
-    if model.optimizer_rests_on_host and not model.on_host:
+    if model.offload_optimizer and not model.on_host:
         components |= {name: size for name, size in at_rest(model)[1].items() if "optimizer" in name}
     return components | {f"{model.role} {name}": size for name, size in largest.items() if size}
 

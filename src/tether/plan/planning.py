@@ -321,9 +321,9 @@ class Planner:
             shards=shards,
             sequence=getattr(role, "ulysses_sequence_parallel_size", 1),
             reshard=fsdp.reshard_after_forward,
-            weights_rest_on_host=fsdp.param_offload and on_gpu,
+            offload_weights=fsdp.param_offload and on_gpu,
             on_host=fsdp.offload_policy and on_gpu,
-            optimizer_rests_on_host=isinstance(fsdp, TrainedFsdpConfig) and fsdp.optimizer_offload and on_gpu,
+            offload_optimizer=isinstance(fsdp, TrainedFsdpConfig) and fsdp.optimizer_offload and on_gpu,
         )
 
     def _of_megatron(self, model: Model, name: str, role: ActorConfig | CriticConfig | RefConfig) -> Model:
@@ -353,9 +353,9 @@ class Planner:
             model,
             layout=layout,
             sequence=layout.context,
-            weights_rest_on_host=sizes.param_offload,
+            offload_weights=sizes.param_offload,
             gradients_are_freed=trained and bool(getattr(sizes, "grad_offload", True)),
-            optimizer_rests_on_host=trained and bool(getattr(sizes, "optimizer_offload", False)),
+            offload_optimizer=trained and bool(getattr(sizes, "optimizer_offload", False)),
             shares_optimizer=bool(getattr(sizes, "use_distributed_optimizer", True)),
         )
 

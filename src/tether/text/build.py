@@ -1,9 +1,9 @@
 """Builds a text run from its configuration. `build_run` calls the builders in this order:
 
-1. `build_inputs` loads and checks model paths, tokenizer and prompts; `look_at_servers` checks external servers.
+1. `build_inputs` loads and checks model paths, tokenizer and prompts; `check_external_servers` checks external servers.
 2. `build_groups` starts the processes of several devices; `build_rewards` builds the reward.
 3. `build_roles` loads policy, critic, reference and sampler; `build_collector` builds what samples and scores.
-4. `_rollouts` builds the source of each step's batch; `_sampling_ahead` makes it sample while the policy trains.
+4. `_rollouts` builds the source of each step's batch; `_build_async_sampling` makes it sample while the policy trains.
 5. The `Trainer` shapes rewards, estimates advantages, corrects and filters the batch, and updates the models.
 6. `preflight` is what the run checks before its first step.
 
@@ -93,8 +93,8 @@ from tether.text.sampling.config import RolloutConfig
 from tether.text.sampling.config_rules import staleness_problem
 from tether.text.sampling.parity import MORE_ROWS, ParityProbe
 from tether.text.sampling.protocol import NoiseKey, RolloutEngine, SamplingParams
-from tether.text.servers.build import look_at_servers
-from tether.text.sources import Sources
+from tether.text.servers.build import check_external_servers
+from tether.text.sources import ModelSpecs
 from tether.text.start import start_run
 from tether.text.turns.build import build_tool_pool
 from tether.text.turns.tools import (
@@ -107,7 +107,7 @@ from tether.text.turns.tools import (
     read_tools,
 )
 
-STORED = (
+STORED_CLASSES = (
     TrainBatch, RolloutBatch, KeptTokens, ScoredResponses, Prompt, Score, Abstention, RewardError, RewardReport,
     ErrorSample, RewardRequest, Dialogue,
 )  # fmt: skip
@@ -133,7 +133,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
         if tools:
             resources.callback(tools.close)
         inputs = _inputs(config, tools, checkpoint, begin)
-        look_at_servers(config.actor_rollout_ref, inputs.model_path, device)
+        check_external_servers(config.actor_rollout_ref, inputs.model_path, device)
         identity = _identity(config, inputs)
         if checkpoint:
             check_identity(checkpoint, identity)
@@ -146,15 +146,15 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
         profiler = build_profiler(config.trainer, schedule, groups.all_ranks if groups else None)
         steps, incidents = schedule.total_steps, directory / "incidents"
         paths = (inputs.model_path, inputs.critic_path, inputs.reference_paths)
-        sources = Sources(*paths, inputs.tokenizer, checkpoint, device, steps, incidents)
-        roles = build_roles(config, sources, SamplingParams.from_config(rollout), directory, resources, groups)
+        model_specs = ModelSpecs(*paths, inputs.tokenizer, checkpoint, device, steps, incidents)
+        roles = build_roles(config, model_specs, SamplingParams.from_config(rollout), directory, resources, groups)
         datasets = list(filter(None, (inputs.train, inputs.validation)))
         collector = build_collector(config, roles.sampler, rewards, inputs.tokenizer, datasets, tools, resources)
         parts = begin_run(loaded, store, saved_identity, schedule, checkpoint, resources)
         warn = parts["loggers"].warn
         source = PromptSource(inputs.train, sampler)
         rollouts = _rollouts(config, inputs, collector, sampler, groups, warn)
-        ahead = _sampling_ahead(loaded, source, rollouts, roles.actor, schedule, warn)
+        ahead = _build_async_sampling(loaded, source, rollouts, roles.actor, schedule, warn)
         if ahead:
             resources.callback(ahead.close)
         shaping = build_reward_shaping(algorithm, config.reward_model, config.data.max_response_length)
@@ -180,7 +180,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
         learners: list[AnyLearner] = [roles.actor, *([roles.critic] if roles.critic else [])]
         chat_format = _chat_format(config.data, inputs.tokenizer)
         check = partial(preflight, partial(sample_responses, source, rollouts, chat_format), learners)
-        about = [*_about(config, inputs, groups, learners), *formats_line(config, start.formats)]
+        about = [*_summary_lines(config, inputs, groups, learners), *formats_line(config, start.formats)]
         return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
 
 
@@ -212,7 +212,7 @@ def _rollouts(
         seed=config.trainer.seed,
         transfers=groups.all_ranks.transfers.take if groups else dict,
         weight_transfers=sampler.transfer_metrics if isinstance(sampler, ParityProbe) else dict,
-        check_parity=_proof(config.trainer, sampler, inputs.train),
+        check_parity=_parity_check(config.trainer, sampler, inputs.train),
     )
 
 
@@ -221,7 +221,7 @@ def _chat_format(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> ChatFo
     return ChatFormat(template, data.apply_chat_template_kwargs)
 
 
-def _about(
+def _summary_lines(
     config: RunConfig, inputs: Inputs, groups: RankGroups | None, learners: Sequence[AnyLearner]
 ) -> Iterator[str]:
     """Return lines for the user about prompts, devices and the size of checkpoints."""
@@ -236,7 +236,7 @@ def _about(
         yield from checkpoint_line(config, models)
 
 
-def _sampling_ahead(
+def _build_async_sampling(
     loaded: LoadedConfig,
     source: PromptSource,
     rollouts: TextRollouts,
@@ -254,12 +254,12 @@ def _sampling_ahead(
         actor.engine.export,
         total_steps=schedule.total_steps,
         partial=mode == "fully_async" and config.actor_rollout_ref.rollout.partial_rollout,
-        is_compatible=partial(_drawn_by, loaded, warn),
-        classes=STORED,
+        is_compatible=partial(_stored_batches_fit, loaded, warn),
+        classes=STORED_CLASSES,
     )
 
 
-def _drawn_by(loaded: LoadedConfig, warn: Callable[[str], None], checkpoint: Path) -> bool:
+def _stored_batches_fit(loaded: LoadedConfig, warn: Callable[[str], None], checkpoint: Path) -> bool:
     """Whether the stored batches of a checkpoint fit this configuration; warns if not."""
     changes = changes_since(checkpoint / "run.yaml", loaded, among=DRAW, without=NO_DRAW)
     before, now = (
@@ -273,7 +273,7 @@ def _drawn_by(loaded: LoadedConfig, warn: Callable[[str], None], checkpoint: Pat
     return not changes
 
 
-def _proof(trainer: TrainerConfig, sampler: RolloutEngine, prompts: PromptDataset) -> Callable[[], None] | None:
+def _parity_check(trainer: TrainerConfig, sampler: RolloutEngine, prompts: PromptDataset) -> Callable[[], None] | None:
     """Return the function that compares sampler and trainer before the first step; None if a step does this itself."""
     if trainer.async_mode == "off" or not isinstance(sampler, ParityProbe):
         return None

@@ -101,7 +101,7 @@ def _text(key: str, prompt: str) -> str:
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 NEEDS_TURNS = f"answers in turns. Set {TURNS}.enable=True"
-_NAMED = rf".+\.py:\w+|{LIBRARY}.+"
+_AGENT_REGEX = rf".+\.py:\w+|{LIBRARY}.+"
 
 
 def row_agent(agent: AgentConfig, row: Row | Prompt) -> RowAgent:
@@ -127,7 +127,7 @@ def agents_of(agent: AgentConfig) -> Sequence[str]:
     """
     path, default = agent.agent_loop_config_path, agent.default_agent_loop
     names = list(read_agents(path)) if path else []
-    if path and default not in (SINGLE_TURN, TOOL_AGENT, ENDPOINT, *names) and not re.fullmatch(_NAMED, default):
+    if path and default not in (SINGLE_TURN, TOOL_AGENT, ENDPOINT, *names) and not re.fullmatch(_AGENT_REGEX, default):
         raise ValueError(f"{path}: has no agent {default}, which {AGENT} names.{did_you_mean(default, names)}")
     return names
 
@@ -143,7 +143,7 @@ def agent_problem(
     if name is not None and rollout.agent.plays_endpoint:
         return f"`agent_name` is {name!r}, but a program plays every row ({AGENT}={ENDPOINT}). Drop the column"
     known = agents is None or name in (None, SINGLE_TURN, TOOL_AGENT, *agents)
-    if not known and not re.fullmatch(_NAMED, str(name)):
+    if not known and not re.fullmatch(_AGENT_REGEX, str(name)):
         own_class = "or your own class: FILE.py:CLASS"
         choices = ", ".join((SINGLE_TURN, TOOL_AGENT, *(agents or ())))
         return f"`agent_name` is {name!r}; it may be {choices}, {LIBRARY}ENVIRONMENT, {own_class}"
@@ -178,7 +178,7 @@ def environment_problem(rollout: RolloutConfig) -> str:
     return "" if rollout.multi_turn.enable else f"an environment, which {NEEDS_TURNS}"
 
 
-def check_turns_act(turns: MultiTurnConfig, agents: set[tuple[RowAgent, RowAgent]]) -> None:
+def check_turns_are_used(turns: MultiTurnConfig, agents: set[tuple[RowAgent, RowAgent]]) -> None:
     """Refuse configured turns, tools and interactions that no row of a run uses.
 
     Args:
@@ -211,8 +211,8 @@ def check_turns_act(turns: MultiTurnConfig, agents: set[tuple[RowAgent, RowAgent
     raise ValueError(f"{TURNS}.{what}={path}: has no effect, as no row {needed}. Leave it out, or change the rows")
 
 
-_NOT_FOUND = 3
-_FINDS = f"import importlib.util, sys; sys.exit({_NOT_FOUND} if importlib.util.find_spec(sys.argv[1]) is None else 0)"
+_MISSING = 3
+_FIND_SPEC = f"import importlib.util, sys; sys.exit({_MISSING} if importlib.util.find_spec(sys.argv[1]) is None else 0)"
 
 
 FIRST_ROWS = 100
@@ -232,9 +232,9 @@ def missing_inputs(
         rows: number of rows to check per file; None: all.
     """
     if config.sft.enable:
-        named = _of_fine_tuning(config, rows)
+        named = _fine_tuning_inputs(config, rows)
     else:
-        named = _of_control(config) if config.env.train.id is not None else _of_text(config, rows)
+        named = _control_inputs(config) if config.env.train.id is not None else _text_inputs(config, rows)
     problems: dict[str, Problem] = {}
     for key, value, look in named:
         # A path under several keys is reported once, for the first key; querying a hub again would take time.
@@ -264,16 +264,16 @@ def missing_anywhere(config: RunConfig, say: Callable[[str], None]) -> list[Prob
 def missing_reward_inputs(config: RunConfig) -> list[Problem]:
     """Return `missing_inputs` of a reward trial without sampling; it needs no policy if the reward reads only texts."""
     reward = ("data.train_files", "custom_reward_function.", "reward_model.")
-    return missing_inputs(config, reward if scores_texts_alone(config) else ("",))
+    return missing_inputs(config, reward if scoring_reads_only_texts(config) else ("",))
 
 
-def scores_texts_alone(config: RunConfig) -> bool:
+def scoring_reads_only_texts(config: RunConfig) -> bool:
     """Whether neither the reward nor the rows need a tokenizer."""
     turns, custom = config.actor_rollout_ref.rollout.multi_turn, config.data.custom_cls
-    return not models_read_replies(config.reward_model) and not custom.path and not turns.enable
+    return not is_scored_by_models(config.reward_model) and not custom.path and not turns.enable
 
 
-def models_read_replies(reward: RewardModelConfig) -> bool:
+def is_scored_by_models(reward: RewardModelConfig) -> bool:
     """Whether a reward model or a judge scores responses."""
     sections = reward.parts
     judges = not part_problems(sections) and any(
@@ -287,11 +287,11 @@ NO_TEMPLATE = (
     "its tokenizer has no chat template, so responses cannot be written for it. Add one to tokenizer_config.json, or "
     "set reward_model.model.input_tokenizer=null where it has the policy's tokenizer."
 )
-Named = Iterator[tuple[str, str, Callable[[str], object]]]
+InputsToCheck = Iterator[tuple[str, str, Callable[[str], object]]]
 """(key, value, function that raises a ValueError if what the value names does not exist)"""
 
 
-def _of_text(config: RunConfig, first: int | None) -> Named:
+def _text_inputs(config: RunConfig, first: int | None) -> InputsToCheck:
     model, data, custom = config.actor_rollout_ref.model, config.data, config.custom_reward_function
     policy = partial(_model, weights=reads_weights(config, "actor", "reference"))
     yield "actor_rollout_ref.model.path", model.path, policy
@@ -326,7 +326,7 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
         yield from (("data.train_files", name, rows) for name in data.train_files)
         yield from (("data.val_files", name, rows) for name in data.val_files)
         if first is None and agents.keys() == {*data.train_files, *data.val_files}:
-            yield TURNS, TURNS, lambda _: check_turns_act(turns, set().union(*agents.values()))
+            yield TURNS, TURNS, lambda _: check_turns_are_used(turns, set().union(*agents.values()))
     if any(map(has_tests, sources)):
         yield PROGRAMS, str(config.reward_model.sandbox), partial(_programs, reward)
     if custom.path:
@@ -341,7 +341,7 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
                 arguments=LISTS if config.reward_model.reward_manager == "batch" else ARGUMENTS,
             ),
         )
-    yield from _of_parts(reward)
+    yield from _reward_part_inputs(reward)
     if rollout.name in SERVERS and not rollout.server_urls:
         yield "actor_rollout_ref.rollout.name", rollout.name, server_python
     elif rollout.name in SERVERS:
@@ -359,10 +359,10 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
     program = rollout.agent.endpoint.program
     if rollout.agent.plays_endpoint and program and program != VERIFIERS:
         yield ENDPOINT_PROGRAM, program, _definition if is_own_function(program) else _command
-    yield from _of_both(config)
+    yield from _common_inputs(config)
 
 
-def _of_fine_tuning(config: RunConfig, first: int | None) -> Named:
+def _fine_tuning_inputs(config: RunConfig, first: int | None) -> InputsToCheck:
     model, data = config.actor_rollout_ref.model, config.data
     yield "actor_rollout_ref.model.path", model.path, _model
     yield "actor_rollout_ref.model.tokenizer_path", model.tokenizer_path, partial(_model, weights=False)
@@ -371,7 +371,7 @@ def _of_fine_tuning(config: RunConfig, first: int | None) -> Named:
         yield f"{section}.lora_adapter_path", model.lora_adapter_path, partial(_adapter, section, model)
     for key, names in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         yield from ((key, name, partial(_chats, data, first)) for name in names)
-    yield from _of_both(config)
+    yield from _common_inputs(config)
 
 
 def _chats(data: DataConfig, first: int | None, name: str) -> None:
@@ -390,7 +390,7 @@ def _adapter(section: str, settings: BackboneConfig, _: str) -> None:
     check_adapter(section, settings)
 
 
-def _of_parts(reward: RewardModelConfig) -> Named:
+def _reward_part_inputs(reward: RewardModelConfig) -> InputsToCheck:
     if part_problems(reward.parts):  # those are reported separately
         return
     for name, section in read_parts(reward.parts).items():
@@ -407,7 +407,7 @@ def _of_parts(reward: RewardModelConfig) -> Named:
                 yield f"{key}.base_url", section.base_url, partial(check_address, key=f"{key}.base_url")
 
 
-def _of_control(config: RunConfig) -> Named:
+def _control_inputs(config: RunConfig) -> InputsToCheck:
     if config.actor_rollout_ref.model.path:
         yield "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path, _path
     for role, env in (("env.train", config.env.train), ("env.eval", config.env.eval)):
@@ -417,10 +417,10 @@ def _of_control(config: RunConfig) -> Named:
         yield "policy.model_type", config.policy.model_type, _definition
     if config.policy.features_extractor:
         yield "policy.features_extractor", config.policy.features_extractor, _definition
-    yield from _of_both(config)
+    yield from _common_inputs(config)
 
 
-def _of_both(config: RunConfig) -> Named:
+def _common_inputs(config: RunConfig) -> InputsToCheck:
     functions = {
         "algorithm.adv_estimator": config.algorithm.adv_estimator,
         "actor_rollout_ref.actor.policy_loss.loss_mode": config.actor_rollout_ref.actor.policy_loss.loss_mode,
@@ -468,7 +468,7 @@ def _rows(
     """Check a source of rows; for a file, check the first rows, their agents and the rules that score them.
 
     Adds the data sources that rules score to `sources`, and the known agents of each source of rows to `agents`, for
-    `check_turns_act`.
+    `check_turns_are_used`.
     """
     kind, rollout = locate(expand(name)[0]).kind, config.actor_rollout_ref.rollout
     if kind == "environment" and (problem := environment_problem(rollout)):
@@ -599,8 +599,8 @@ def server_python(name: str) -> Path:
     """
     try:
         python = environment_of(name, f"TETHER_{name.upper()}")
-        looked = subprocess.run([python, "-I", "-c", _FINDS, name], capture_output=True, check=False)
-        if looked.returncode == _NOT_FOUND:
+        looked = subprocess.run([python, "-I", "-c", _FIND_SPEC, name], capture_output=True, check=False)
+        if looked.returncode == _MISSING:
             raise ValueError(f"{name} runs in an environment of its own, and that of {python} does not have it")
         return python
     except ValueError as error:

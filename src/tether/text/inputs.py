@@ -31,7 +31,7 @@ from tether.text.data.custom import load_custom_dataset, rows_of_object
 from tether.text.data.examples import ExampleDataset
 from tether.text.data.prompts import PromptDataset, PromptOptions, dated_template, today
 from tether.text.data.rows import Row, RowAgent, Rows
-from tether.text.input_checks import check_turns_act, rows_of, trained_sections
+from tether.text.input_checks import check_turns_are_used, rows_of, trained_sections
 from tether.text.learning.config_distillation import (
     TEACHERS,
     DistillationConfig,
@@ -43,7 +43,7 @@ from tether.text.learning.served_teacher import build_served_teachers
 from tether.text.models.load import load_config, load_tokenizer
 from tether.text.models.model_path import resolve_model_path
 from tether.text.models.saved_adapter import check_adapter
-from tether.text.rewards.build import check_parts_act, check_rewards, check_scoring
+from tether.text.rewards.build import check_reward_parts_are_used, check_rewards, check_scoring
 from tether.text.turns.build import check_agents
 from tether.text.turns.tools import ToolPool
 
@@ -91,20 +91,20 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
         data, agent, tokenizer, data.train_files, data.train_max_samples, shuffle=data.shuffle, tools=tools
     )
     if config.distillation.enabled and teacher_of_source(config.distillation.teacher_models):
-        _check_teachers_act(data, config.distillation, train)
+        _check_teachers_are_used(data, config.distillation, train)
     validation = None
     if data.val_files:
         validation = build_dataset(
             data, agent, tokenizer, data.val_files, data.val_max_samples, shuffle=False, tools=tools
         )
-        validation = validation.held_out_from(train)
+        validation = validation.as_validation_for(train)
     agents = set[tuple[RowAgent, RowAgent]]()
     datasets = list(filter(None, (train, validation)))
     for prompts in datasets:
         agents |= check_agents(config.actor_rollout_ref.rollout, prompts, tools)
         check_rewards(config, prompts)
-    check_turns_act(config.actor_rollout_ref.rollout.multi_turn, agents)
-    check_parts_act(data, config.reward_model, datasets)
+    check_turns_are_used(config.actor_rollout_ref.rollout.multi_turn, agents)
+    check_reward_parts_are_used(data, config.reward_model, datasets)
     check_scoring(config.reward_model, tokenizer)
     for path in dict.fromkeys((model_path, critic_path)):
         for prompts in datasets:
@@ -124,7 +124,7 @@ def check_adapters(config: RunConfig, inputs: Inputs) -> None:
             check_adapter(section, settings, path)
 
 
-def _check_teachers_act(data: DataConfig, distillation: DistillationConfig, train: PromptDataset) -> None:
+def _check_teachers_are_used(data: DataConfig, distillation: DistillationConfig, train: PromptDataset) -> None:
     """Refuse rows whose data source has no teacher, and, if all rows are read, a teacher whose data source no row has.
 
     Raises:
@@ -204,7 +204,7 @@ def check_vocabulary(path: Path | str, rows: PromptDataset | ExampleDataset, *, 
         ValueError: the message names a row and its token.
     """
     vocabulary = load_config(path, trust_remote_code=trust_remote_code).get_text_config().vocab_size
-    if problem := rows.first_beyond(vocabulary):
+    if problem := rows.first_out_of_vocabulary(vocabulary):
         raise ValueError(
             f"{path}: its vocabulary has {vocabulary} tokens, but {problem}. The tokenizer knows "
             "more tokens than the model: use its own (actor_rollout_ref.model.tokenizer_path), or one whose embeddings "

@@ -65,9 +65,9 @@ from tether.text.rewards.build import SCORER, reward_engine
 from tether.text.sampling.config import SERVERS, RolloutConfig
 from tether.text.sampling.engine import NativeEngine, eos_token_ids
 from tether.text.sampling.protocol import RolloutEngine, SamplingParams
-from tether.text.servers.build import PolicyCard, SamplingRanks, build_servers
+from tether.text.servers.build import PolicyInfo, SamplingRanks, build_servers
 from tether.text.sharded import ShardedEngine, ShardedSampler
-from tether.text.sources import RankSampler, Sources
+from tether.text.sources import ModelSpecs, RankSampler
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Engines:
     references: Mapping[str, PolicyEngine] = field(default_factory=dict)
     """The engine of the reference, or those of several teachers in their order."""
     sampler: NativeEngine | None = None
-    card: PolicyCard | None = None
+    policy_info: PolicyInfo | None = None
     """Describes the policy to servers; None if no server samples."""
 
     def by_name(self) -> dict[str, Any]:
@@ -100,24 +100,24 @@ class Engines:
         return single | dict(self.references)
 
 
-def build_policy_engine(config: RunConfig, sources: Sources, groups: RankGroups | None) -> PolicyEngine:
+def build_policy_engine(config: RunConfig, model_specs: ModelSpecs, groups: RankGroups | None) -> PolicyEngine:
     """Load only the policy on the devices of a run; the arguments are those of `build_roles`.
 
     Raises:
         ValueError: the model cannot be loaded or trained.
     """
     if groups is None:
-        engine = _engines(config, sources, lambda _: LocalEngine, frozenset({"actor"}), sharded=False).actor
+        engine = _engines(config, model_specs, lambda _: LocalEngine, frozenset({"actor"}), sharded=False).actor
         assert engine is not None
         return engine
-    groups.build(build_parts, config, sources)
+    groups.build(build_rank_components, config, model_specs)
     assign = balanced if config.trainer.balance_batch else in_order
     return ShardedEngine(groups.of["actor"], "actor", _replicas(config, groups)["actor"], assign)
 
 
 def build_roles(
     config: RunConfig,
-    sources: Sources,
+    model_specs: ModelSpecs,
     sampling: SamplingParams,
     logs: Path,
     resources: ExitStack,
@@ -127,7 +127,7 @@ def build_roles(
 
     Args:
         config: configuration of the run.
-        sources: locations of its models.
+        model_specs: locations of its models.
         sampling: sampling parameters of training responses.
         logs: folder for the output of other processes.
         resources: closes the servers.
@@ -137,13 +137,15 @@ def build_roles(
         ValueError: a model cannot be loaded or trained.
     """
     if groups is None:
-        engines = _engines(config, sources, lambda _: LocalEngine, frozenset(models_of(config)), sharded=False)
+        engines = _engines(config, model_specs, lambda _: LocalEngine, frozenset(models_of(config)), sharded=False)
         sampler: RolloutEngine | None = engines.sampler
-        if engines.card is not None:
-            sampler = _served(config, engines.actor, engines.card, sources, sampling, logs, resources, None)
+        if engines.policy_info is not None:
+            sampler = _build_server_sampler(
+                config, engines.actor, engines.policy_info, model_specs, sampling, logs, resources, None
+            )
         assert sampler is not None
-        return _roles(config, engines, sampler, sources.total_steps)
-    groups.build(build_parts, config, sources)
+        return _roles(config, engines, sampler, model_specs.total_steps)
+    groups.build(build_rank_components, config, model_specs)
     assign = balanced if config.trainer.balance_batch else in_order
     separate = groups.of.get("sampler", groups.of["actor"]) is not groups.of["actor"]
     hosts = _hosts(config, groups)
@@ -157,22 +159,24 @@ def build_roles(
     references = {name: handles.pop(name) for name in local_references(config) if name in handles}
     engines = Engines(**handles, references=references)
     if config.actor_rollout_ref.rollout.name in SERVERS:
-        card = _of_first_rank(groups.of["actor"], "card", "read")
+        policy_info = _call_first_rank(groups.of["actor"], "policy_info", "read")
         return _roles(
             config,
             engines,
-            _served(config, engines.actor, card, sources, sampling, logs, resources, hosts),
-            sources.total_steps,
+            _build_server_sampler(config, engines.actor, policy_info, model_specs, sampling, logs, resources, hosts),
+            model_specs.total_steps,
         )
-    ends = _of_first_rank(groups.of["sampler"], "sampler", "ends")
-    on_ranks = ShardedSampler(groups.of["sampler"], "sampler", ends, config.actor_rollout_ref.rollout.max_num_seqs)
+    stop_token_ids = _call_first_rank(groups.of["sampler"], "sampler", "stop_token_ids")
+    on_ranks = ShardedSampler(
+        groups.of["sampler"], "sampler", stop_token_ids, config.actor_rollout_ref.rollout.max_num_seqs
+    )
     if separate:
         assert engines.actor is not None
         on_ranks.load_weights(engines.actor.export())
-    return _roles(config, engines, on_ranks, sources.total_steps)
+    return _roles(config, engines, on_ranks, model_specs.total_steps)
 
 
-def _of_first_rank(group: Group, component: str, method: str) -> Any:
+def _call_first_rank(group: Group, component: str, method: str) -> Any:
     return group.call(component, method, [(), *[None] * (group.size - 1)])[0]
 
 
@@ -188,19 +192,19 @@ def _replicas(config: RunConfig, groups: RankGroups) -> dict[str, Replicas]:
     return {name: Replicas.contiguous(groups.of[name].size, each) for name, each in ranks_per_replica.items()}
 
 
-def _served(
+def _build_server_sampler(
     config: RunConfig,
     actor: Any,
-    card: PolicyCard,
-    sources: Sources,
+    policy_info: PolicyInfo,
+    model_specs: ModelSpecs,
     sampling: SamplingParams,
     logs: Path,
     resources: ExitStack,
     hosts: SamplingRanks | None,
 ) -> RolloutEngine:
     """Return the sampler that uses servers."""
-    learner, settings = build_actor(config, actor, sources.total_steps), config.actor_rollout_ref
-    return build_servers(settings, config.trainer, learner, card, sources, sampling, logs, resources, hosts)
+    learner, settings = build_actor(config, actor, model_specs.total_steps), config.actor_rollout_ref
+    return build_servers(settings, config.trainer, learner, policy_info, model_specs, sampling, logs, resources, hosts)
 
 
 def _hosts(config: RunConfig, groups: RankGroups) -> SamplingRanks | None:
@@ -217,16 +221,16 @@ def _hosts(config: RunConfig, groups: RankGroups) -> SamplingRanks | None:
     return None
 
 
-def build_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> dict[str, Any]:
+def build_rank_components(config: RunConfig, model_specs: ModelSpecs, names: frozenset[str]) -> dict[str, Any]:
     """Build the components of one rank with the named models; called on each rank."""
     fsdp = importlib.import_module("tether.text.learning.engines.fsdp")
     seed_rng(config.trainer.seed)
     if config.actor_rollout_ref.rollout.name in SERVERS:
         names -= {"sampler"}  # servers sample on the devices of these ranks
-    alone = _is_alone(config, names)
+    single_device = _uses_single_device(config, names)
 
     def make(role: Role) -> Any:
-        if alone:
+        if single_device:
             return OneRankEngine
         settings = _sharding_of(role)
         options: dict[str, Any] = {
@@ -234,27 +238,27 @@ def build_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> d
             "shards": settings.fsdp_size,
             "reshard": settings.reshard_after_forward,
             "on_host": settings.offload_policy,
-            "weights_rest_on_host": settings.param_offload,
+            "offload_weights": settings.param_offload,
         }
         if isinstance(settings, TrainedFsdpConfig):
             narrow = settings.mixed_precision.reduce_dtype == "bfloat16"
             options["reduce_dtype"] = torch.bfloat16 if narrow else None
-            options["optimizer_rests_on_host"] = settings.optimizer_offload
+            options["offload_optimizer"] = settings.optimizer_offload
         return partial(fsdp.FsdpEngine, sharding=fsdp.Sharding(**options))
 
     if uses_megatron(config):
-        models = integration("megatron", "build").megatron_parts(config, sources, names)
+        models = integration("megatron", "build").build_megatron_components(config, model_specs, names)
     else:
-        models = _engines(config, sources, make, names, sharded=not alone).by_name()
+        models = _engines(config, model_specs, make, names, sharded=not single_device).by_name()
     if "sampler" in models:
         models["sampler"] = RankSampler(models["sampler"], models.get("actor"))
     components = models | {"trace": ProcessTrace()}
     if SCORER in names:
-        components[SCORER] = reward_engine(config.reward_model, sources.device, make(config.reward_model.model))
+        components[SCORER] = reward_engine(config.reward_model, model_specs.device, make(config.reward_model.model))
     return components
 
 
-def _is_alone(config: RunConfig, names: frozenset[str]) -> bool:
+def _uses_single_device(config: RunConfig, names: frozenset[str]) -> bool:
     """Whether these models use a single device without offloading, so that nothing is sharded."""
     sections: dict[str, Role] = {
         "actor": config.actor_rollout_ref.actor,
@@ -274,49 +278,53 @@ def _sharding_of(role: Role) -> ShardConfig:
 
 
 def _engines(
-    config: RunConfig, sources: Sources, make: Callable[[Role], Any], names: frozenset[str], *, sharded: bool
+    config: RunConfig, model_specs: ModelSpecs, make: Callable[[Role], Any], names: frozenset[str], *, sharded: bool
 ) -> Engines:
     """Build the named models. The sampler shares the weights of a `LocalEngine`; with sharded engines it has a copy."""
-    tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
+    tokenizer, steps, incidents = model_specs.tokenizer, model_specs.total_steps, model_specs.incidents
     settings = config.actor_rollout_ref
     engines, policy, references = Engines(), None, dict[str, ReferenceModel]()
     if names & {"actor", "sampler"}:
-        unread = sharded or "actor" not in names  # the sampler receives its weights from the actor
+        lazy_weights = sharded or "actor" not in names  # the sampler receives its weights from the actor
         policy = load_policy(
             settings.model,
-            sources.model_path,
-            sources.device,
-            sources.checkpoint,
+            model_specs.model_path,
+            model_specs.device,
+            model_specs.checkpoint,
             seed=config.trainer.seed,
-            unread=unread,
+            lazy_weights=lazy_weights,
         )
         if replays(config):
             follow_choice(policy)
     if "reference" in names or ("actor" in names and reference_runs_with_actor(config)):
-        references = load_references(config, sources.reference_paths, policy, sources.device, unread=sharded)
+        references = load_references(
+            config, model_specs.reference_paths, policy, model_specs.device, lazy_weights=sharded
+        )
     if "actor" in names:
         assert policy is not None
         models = [reference.model for reference in references.values()]
-        reference = replace(next(iter(references.values())), further=tuple(models[1:])) if models else None
-        engines = _policy_engines(config, policy, reference, sources, make, names, sharded=sharded)
+        reference = replace(next(iter(references.values())), other_models=tuple(models[1:])) if models else None
+        engines = _policy_engines(config, policy, reference, model_specs, make, names, sharded=sharded)
     elif "sampler" in names:
         assert policy is not None
-        engines = Engines(sampler=_native(settings.rollout, _copy_to_sample(settings.actor.fsdp_config.dtype, policy)))
+        engines = Engines(
+            sampler=_build_native_engine(settings.rollout, _copy_to_sample(settings.actor.fsdp_config.dtype, policy))
+        )
     if "critic" in names:
         critic = load_value_model(
             config.critic.model,
-            sources.critic_path,
-            sources.device,
-            sources.checkpoint,
+            model_specs.critic_path,
+            model_specs.device,
+            model_specs.checkpoint,
             seed=config.trainer.seed,
-            unread=sharded,
+            lazy_weights=sharded,
         )
         built = critic_engine(config, critic, tokenizer, steps, incidents, make(config.critic))
         engines = replace(engines, critic=built)
     if "reference" in names:
         make_reference = make(config.actor_rollout_ref.ref)
         if sharded and reference_is_policy(config):
-            make_reference = partial(_frozen, engines.actor)
+            make_reference = partial(_frozen_reference, engines.actor)
         elif reference_runs_with_actor(config):  # not sharded, because the actor's forward passes use it
             make_reference = LocalEngine
         frozen = {name: reference_engine(config, model, make_reference) for name, model in references.items()}
@@ -324,37 +332,43 @@ def _engines(
     return engines
 
 
-def _frozen(actor: Any, model: PreTrainedModel, micro: MicroBatching, during: Any) -> Any:
+def _frozen_reference(actor: Any, model: PreTrainedModel, micro: MicroBatching, inference_context: Any) -> Any:
     """Return the reference of a sharded policy with an adapter: the policy itself, with its adapter disabled."""
-    return actor.frozen(micro, during)
+    return actor.frozen(micro, inference_context)
 
 
 def _policy_engines(
     config: RunConfig,
     policy: PreTrainedModel,
     reference: ReferenceModel | None,
-    sources: Sources,
+    model_specs: ModelSpecs,
     make: Callable[[Role], Any],
     names: frozenset[str],
     *,
     sharded: bool,
 ) -> Engines:
-    """Build the actor, and the sampler or, for servers, the description of the model."""
+    """Build the actor, and the sampler or, for servers, the facts about the policy."""
     settings, served = config.actor_rollout_ref, config.actor_rollout_ref.rollout.name in SERVERS
     separate = sharded or config.trainer.async_mode != "off"  # the sampler does not share the trained weights
     sampling = _copy_to_sample(settings.actor.fsdp_config.dtype, policy) if separate and "sampler" in names else policy
-    card = PolicyCard.of(policy) if served else None  # must be made before the policy is sharded
+    policy_info = PolicyInfo.of(policy) if served else None  # must be made before the policy is sharded
     # Built before the sampler, which then shares the weights in their training dtype.
     actor = actor_engine(
-        config, policy, reference, sources.tokenizer, sources.total_steps, sources.incidents, make(settings.actor)
+        config,
+        policy,
+        reference,
+        model_specs.tokenizer,
+        model_specs.total_steps,
+        model_specs.incidents,
+        make(settings.actor),
     )
     if "sampler" not in names:
         use_tether_attention(policy)  # for training; the native engine enables it by itself
-        return Engines(actor=actor, card=card)
-    return Engines(actor=actor, sampler=_native(settings.rollout, sampling), card=card)
+        return Engines(actor=actor, policy_info=policy_info)
+    return Engines(actor=actor, sampler=_build_native_engine(settings.rollout, sampling), policy_info=policy_info)
 
 
-def _native(rollout: RolloutConfig, model: PreTrainedModel) -> NativeEngine:
+def _build_native_engine(rollout: RolloutConfig, model: PreTrainedModel) -> NativeEngine:
     return NativeEngine(
         model,
         eos_token_ids=eos_token_ids(model),
@@ -369,11 +383,11 @@ def _copy_to_sample(compute_dtype: str, policy: PreTrainedModel) -> PreTrainedMo
 
     Buffers keep their dtype: rotary frequencies in bfloat16 would change the angles of distant tokens.
     """
-    dtype, unread = DTYPES[compute_dtype], has_lazy_weights(policy)
+    dtype, lazy_weights = DTYPES[compute_dtype], has_lazy_weights(policy)
 
     def copied(weight: torch.Tensor) -> torch.Tensor:
         room = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-        return room if unread else room.copy_(weight.detach())
+        return room if lazy_weights else room.copy_(weight.detach())
 
     return with_weights(policy, map(copied, policy.parameters())).requires_grad_(False)
 

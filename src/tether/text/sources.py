@@ -16,7 +16,7 @@ from tether.text.sampling.engine import NativeEngine
 
 
 @dataclass(frozen=True)
-class Sources:
+class ModelSpecs:
     """Everything that is needed to build the models of a run; it is sent to the ranks."""
 
     model_path: Path | str
@@ -45,13 +45,13 @@ class RankSampler:
     def refresh(self) -> int:
         """Copy the weights of this rank's actor, and return their size in bytes."""
         assert self._actor is not None
-        return self._take(self._actor.export())
+        return self._load_update(self._actor.export())
 
     def load(self, version: int, weights: StoredWeights) -> int:
         """Load weights that ranks of another group stored, and return their size in bytes."""
-        return self._take(weights.update(version))
+        return self._load_update(weights.update(version))
 
-    def _take(self, weights: WeightUpdate) -> int:
+    def _load_update(self, weights: WeightUpdate) -> int:
         moved = 0
 
         def counted() -> Iterator[tuple[str, torch.Tensor]]:
@@ -66,6 +66,6 @@ class RankSampler:
     def generate(self, *arguments: Any) -> RolloutBatch:
         return self._engine.generate(*arguments)
 
-    def ends(self) -> frozenset[int]:
+    def stop_token_ids(self) -> frozenset[int]:
         """Return the stop token ids."""
         return self._engine.eos_token_ids

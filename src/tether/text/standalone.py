@@ -17,12 +17,12 @@ from tether.runtime.cache import cache_dir
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
 from tether.text.data.prompts import decode
-from tether.text.input_checks import models_read_replies, row_agent, scores_texts_alone
+from tether.text.input_checks import is_scored_by_models, row_agent, scoring_reads_only_texts
 from tether.text.inputs import build_dataset, build_tokenizer
 from tether.text.learning.build import build_critic, critic_engine, load_value_model, update_plan
 from tether.text.learning.build_collector import build_collector
 from tether.text.learning.collector import Collector, ScoredResponses
-from tether.text.learning.critic_pretraining import explained, split_by_prompt, value_batch
+from tether.text.learning.critic_pretraining import explained_variance_metrics, split_by_prompt, value_batch
 from tether.text.learning.evaluation import Evaluation
 from tether.text.learning.losses import CriticLoss
 from tether.text.learning.pretraining import Pretraining
@@ -117,7 +117,7 @@ def build_reward_trial(
     set_threads(config.trainer.num_threads)
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     tokenizer = None
-    if samples or not scores_texts_alone(config):
+    if samples or not scoring_reads_only_texts(config):
         tokenizer = build_tokenizer(config.data, model, resolve_model_path(model.tokenizer_path, cache_dir()))
     with ExitStack() as resources:
         tools = _tools(config, resources)
@@ -155,7 +155,7 @@ def build_reward_trial(
                 )
                 sampled = _probe(scored, list(rewards.durations) or [0.0])
             cut: Callable[[str], str] = str
-            if tokenizer and models_read_replies(config.reward_model):
+            if tokenizer and is_scored_by_models(config.reward_model):
                 cut = partial(_cut, tokenizer, data.max_response_length)
             in_turns = tools is not None or rollout.agent.plays_endpoint
             yield RewardTrial(prompts, rewards, sampled, rollout.n, in_turns, cut)
@@ -210,4 +210,4 @@ def build_critic_pretraining(config: RunConfig, rollouts: Path, *, epochs: int, 
     unclipped = replace(learner.loss.function, cliprange_value=None)
     learner = replace(learner, loss=replace(learner.loss, function=unclipped))
     learned_batch, held_out_batch = (value_batch(split, gamma) for split in (learned, kept_apart))
-    return Pretraining(learner, learned_batch, held_out_batch, plan, explained, role="critic")
+    return Pretraining(learner, learned_batch, held_out_batch, plan, explained_variance_metrics, role="critic")

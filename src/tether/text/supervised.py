@@ -32,7 +32,7 @@ from tether.text.loading import formats_line
 from tether.text.models.model_path import resolve_model_path
 from tether.text.models.saved_adapter import check_adapter
 from tether.text.roles import build_policy_engine
-from tether.text.sources import Sources
+from tether.text.sources import ModelSpecs
 from tether.text.start import start_run
 
 
@@ -70,8 +70,8 @@ def build_supervised_run(loaded: LoadedConfig, begin: Callable[[str], None] = la
         schedule = _schedule(config, len(train))
         profiler = build_profiler(trainer, schedule, groups.all_ranks if groups else None)
         incidents, steps = store.root / "incidents", schedule.total_steps
-        sources = Sources(model_path, model_path, {}, tokenizer, checkpoint, start.device, steps, incidents)
-        learner = _learner(config, build_policy_engine(config, sources, groups))
+        model_specs = ModelSpecs(model_path, model_path, {}, tokenizer, checkpoint, start.device, steps, incidents)
+        learner = _learner(config, build_policy_engine(config, model_specs, groups))
         sampler = PromptSampler(len(train), data.train_batch_size, shuffle=data.shuffle, seed=data.seed)
         fine_tuning = Trainer(
             source=DatasetSource(train, sampler),

@@ -95,11 +95,11 @@ def test_how_a_script_ends_before_it_starts_verl_is_said(tmp_path: Path, text: s
 
 
 def test_without_bubblewrap_a_sentence_names_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bubblewrap.obstacle.cache_clear()
+    bubblewrap.confinement_problem.cache_clear()
     monkeypatch.setattr(bubblewrap, "PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"bwrap is not installed .*apt-get install bubblewrap.*or write the"):
         translate(written(tmp_path, f"{M}data.seed=1"), [])
-    bubblewrap.obstacle.cache_clear()
+    bubblewrap.confinement_problem.cache_clear()
 
 
 UNKNOWN = {

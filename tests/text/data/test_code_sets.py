@@ -19,7 +19,7 @@ from tether.commands.data import pull
 from tether.text.data.sources import load_rows
 from tether.text.rewards.router import check_truth
 from tether.text.rewards.sandbox import ProgramOptions
-from tether.text.rewards.sandbox.bubblewrap import why_not
+from tether.text.rewards.sandbox.bubblewrap import confinement_advice
 from tether.text.rewards.sandbox.reward import ProgramReward
 
 HUMANEVAL: Record = {
@@ -131,7 +131,7 @@ SETS: dict[str, tuple[str, dict[str, bytes], str, int]] = {
 @pytest.fixture(scope="module")
 def reward() -> ProgramReward | None:
     """Runs programs, where this machine lets them."""
-    return None if why_not() else ProgramReward(ProgramOptions())
+    return None if confinement_advice() else ProgramReward(ProgramOptions())
 
 
 @pytest.mark.parametrize("name", SETS)

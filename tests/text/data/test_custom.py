@@ -186,7 +186,7 @@ def test_the_length_limit_holds_for_prompts_too(module: Path, tokenizer: PreTrai
     options = PromptOptions(4, truncation="left")
     dataset = PromptDataset(load(module, "Doubled", tokenizer, [file]), tokenizer, options)
     assert tokenizer.decode(dataset[1].token_ids) == "cba!"
-    assert dataset.report.num_cut == 2
+    assert dataset.report.num_truncated == 2
 
 
 @pytest.mark.parametrize(

@@ -133,14 +133,14 @@ def test_truncation_cuts_the_side_that_it_names(tokenizer: PreTrainedTokenizerFa
     ):
         dataset = PromptDataset(rows_of("hello"), tokenizer, PromptOptions(limit, truncation=truncation))
         assert texts(dataset, tokenizer) == [expected], (truncation, limit)
-        assert (dataset.report.num_cut, dataset.report.longest) == (1, 9)
+        assert (dataset.report.num_truncated, dataset.report.longest) == (1, 9)
 
 
 def test_a_prompt_that_just_fits_is_left_alone(tokenizer: PreTrainedTokenizerFast) -> None:
     for truncation in ("error", "left", "right", "middle"):
         dataset = PromptDataset(rows_of("hello"), tokenizer, PromptOptions(9, truncation=truncation))
         assert texts(dataset, tokenizer) == ["<bos><|user|>hello<|end|><|assistant|>"]
-        assert dataset.report.num_cut == 0
+        assert dataset.report.num_truncated == 0
 
 
 def test_truncation_error_names_rows_lengths_and_ways_out(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -159,7 +159,7 @@ def test_filtering_drops_and_counts(tokenizer: PreTrainedTokenizerFast, truncati
     options = PromptOptions(8, filter_overlong_prompts=True, truncation=truncation)
     dataset = PromptDataset(rows_of("hello", "hi", "hello!", "four"), tokenizer, options)
     assert [prompt.index for prompt in dataset] == [1, 3]
-    assert (dataset.report.num_dropped, dataset.report.num_cut) == (2, 0)
+    assert (dataset.report.num_dropped, dataset.report.num_truncated) == (2, 0)
     assert str(dataset.report) == ("2 prompts of 4 rows, 2 longer than 8 tokens dropped; the longest has 10 tokens")
 
 
@@ -281,14 +281,14 @@ def test_generated_validation_prompts_that_repeat_or_are_trained_are_left_out(
 
     train = dataset("a", "b", "b", generated=True)
     assert str(train.report).startswith("3 prompts (2 distinct) of 3 rows")
-    held_out = dataset("b", "c", "c", "d", generated=True).held_out_from(train)
+    held_out = dataset("b", "c", "c", "d", generated=True).as_validation_for(train)
     assert [prompt.index for prompt in held_out] == [1, 3]
     assert str(held_out.report).startswith("2 prompts of 4 rows, 2 repeated or in training left out")
     assert repeated_problem(held_out.report, len(held_out)) is None
     with pytest.raises(ValueError, match="part=train and part=test"):
-        dataset("a", "b", generated=True).held_out_from(train)
+        dataset("a", "b", generated=True).as_validation_for(train)
 
-    of_file = dataset("b", "c", "c", "d", generated=False).held_out_from(train)
+    of_file = dataset("b", "c", "c", "d", generated=False).as_validation_for(train)
     assert len(of_file) == 4  # a score of a file is over all its rows
     said = repeated_problem(of_file.report, len(of_file))
     assert said is not None

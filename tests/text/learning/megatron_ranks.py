@@ -54,7 +54,7 @@ from tether.text.models.output import hidden_states
 from tether.text.models.save import write_model
 
 Make = Callable[[], PreTrainedModel]
-MEMORY = ("weights_rest_on_host", "gradients_rest", "optimizer_rests_on_host")
+MEMORY = ("offload_weights", "offload_gradients", "offload_optimizer")
 
 
 def policy_of(layout: MegatronLayout, **options: Any) -> PreTrainedModel:
@@ -108,7 +108,7 @@ def share(
     engine: MegatronEngine[Any], batch: TrainBatch, minis: list[MiniBatch], assign: Assign = balanced
 ) -> tuple[Tensor, list[MiniBatch]]:
     """The rows of this rank's replica, and its part of each mini-batch."""
-    return divide(minis, costs(batch), len(engine.speakers), assign)[engine.place()[0]]
+    return divide(minis, costs(batch), len(engine.output_ranks), assign)[engine.place()[0]]
 
 
 def learn(engine: MegatronEngine[Any], batch: TrainBatch, loss: LossSpec, plan: UpdatePlan, step: int = 0) -> Updated:
@@ -183,7 +183,7 @@ def inferred(layout: MegatronLayout) -> dict[str, float]:
         engine = make_megatron(model, FOUR_ROWS, layout, optimizer=None)
         rows, _ = share(engine, batch, mini_batches(batch.response_mask, UpdatePlan(ROWS), 0))
         found = engine.infer(batch[rows], forward)
-        assert (found is not None) == engine.place()[1] or dist.get_world_size() > len(engine.speakers)
+        assert (found is not None) == engine.place()[1] or dist.get_world_size() > len(engine.output_ranks)
         for field in dataclasses.fields(expected):
             value = getattr(expected, field.name)
             if value is not None and found is not None:

@@ -130,7 +130,7 @@ def test_with_lora_the_reference_is_the_policy_without_its_adapter() -> None:
     torch.manual_seed(0)
     add_lora(policy, LoraOptions(rank=4))
     batch = make_batch(base, make_critic())
-    reference = ReferenceModel(policy, during=adapter_off)
+    reference = ReferenceModel(policy, inference_context=adapter_off)
     assert PolicyForward(with_full_kl=True)(policy, batch, reference).full_kl.abs().max() < 1e-12
     adapter = {name: p for name, p in policy.named_parameters() if p.requires_grad}
     for parameter in adapter.values():

@@ -129,7 +129,7 @@ def gradients(sharding: dict[str, Any]) -> Iterator[tuple[str, float]]:
 def options_of_memory(sharding: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """How far an update is from one process's, with each option that moves or frees weights."""
     batch, expected, _ = updates_of_one((0, 1), plan=SHORT_PLAN)
-    resting = {"weights_rest_on_host": True, "optimizer_rests_on_host": True}
+    resting = {"offload_weights": True, "offload_optimizer": True}
     for options in ({"reshard": False}, {"on_host": True}, resting):
         sharded = make_fsdp(make_policy(), FOUR_ROWS, **sharding, **options)
         for step in range(2):

@@ -143,7 +143,7 @@ def test_a_reference_in_the_same_model_chooses_by_itself() -> None:
         add_lora(model, LoraOptions(rank=2, alpha=4))
         if recomputes:
             enable_gradient_checkpointing(model)
-        reference = ReferenceModel(model, during=adapter_off)
+        reference = ReferenceModel(model, inference_context=adapter_off)
         forward = PolicyForward(with_full_kl=True, experts="replayed")
         engine = make_engine(model, FOUR_ROWS, reference=reference)
         engine.accumulate_gradients(batch, LossSpec(forward, PolicyLoss(kl_coef=0.2, kl_kind="full")))

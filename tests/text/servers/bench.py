@@ -124,11 +124,11 @@ class Bench:
             self.there.shutdown()
             self.there.server_close()
 
-    def engine_of(self, *servers: InferenceServer, holds_weights: bool = False) -> ServedEngine:
+    def engine_of(self, *servers: InferenceServer, restores_last_weights: bool = False) -> ServedEngine:
         left_out = frozenset(["lm_head.weight"])
-        traffic = Traffic(torch.float32, 1 << 16, left_out, self.rows_at_once, sleeps=not holds_weights,
-                          adapters=self.adapters is not None, holds_weights=holds_weights,
-                          layers_are_there=self.loads)  # fmt: skip
+        traffic = Traffic(torch.float32, 1 << 16, left_out, self.rows_at_once, sleeps=not restores_last_weights,
+                          adapters=self.adapters is not None, restores_last_weights=restores_last_weights,
+                          has_base_layers=self.loads)  # fmt: skip
         return ServedEngine(servers, self.export, eos_token_ids=EOS, vocabulary=260, context=512, traffic=traffic)
 
     def export(self) -> WeightUpdate:

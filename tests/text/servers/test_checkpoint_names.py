@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tests.tiny import TINY_CONFIGS, tiny_model
 from tether.text.models.lora import LoraOptions, add_lora, merged_state_dict, save_adapter
-from tether.text.servers.build import PolicyCard
+from tether.text.servers.build import PolicyInfo
 from tether.text.servers.checkpoint_names import checkpoint_weights, without_adapters
 
 
@@ -16,7 +16,7 @@ from tether.text.servers.checkpoint_names import checkpoint_weights, without_ada
 def test_names_and_values_are_those_that_transformers_saves(name: str, tmp_path: Path) -> None:
     model = tiny_model(name)
     model.save_pretrained(tmp_path)
-    tied = PolicyCard.of(model).second_names
+    tied = PolicyInfo.of(model).tied_names
     state = {key: value for key, value in model.state_dict().items() if key not in tied}
     found, saved = dict(checkpoint_weights(state.items(), 1.0)), load_file(tmp_path / "model.safetensors")
     assert found.keys() == saved.keys()

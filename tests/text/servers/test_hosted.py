@@ -40,12 +40,12 @@ from tether.distributed.worker import Process, this_process
 from tether.runtime.ranks import SERVERS_STATUS, Deadlines, Pool, RankLost
 from tether.text import roles
 from tether.text.servers import GenerateRequest, Launch, ServedEngine, ServerGone, ServerRefuses, Traffic, build
-from tether.text.servers.build import PolicyCard, SamplingRanks
+from tether.text.servers.build import PolicyInfo, SamplingRanks
 from tether.text.servers.hosted import HostedServer, ServerHost, host_server
 from tether.text.servers.protocol import NamedUpdate
 from tether.text.servers.vllm_api import Vllm
 from tether.text.servers.vllm_api import launch_of as launch_vllm
-from tether.text.sources import Sources
+from tether.text.sources import ModelSpecs
 
 TRAFFIC = Traffic(torch.float32, 1 << 16, frozenset(["lm_head.weight"]), max_num_seqs=8, sleeps=False)
 API = Vllm(POLICY)
@@ -175,12 +175,12 @@ def test_each_server_has_devices_of_one_machine(
     words = ["data.train_files=[x]", "actor_rollout_ref.model.path=x", "actor_rollout_ref.rollout.name=vllm"]
     config = load_config(None, [*words, f"actor_rollout_ref.rollout.tensor_model_parallel_size={split}"]).config
     nodes: Any = Nodes()
-    sources = Sources(Path("x"), Path("x"), {}, None, None, torch.device("cuda"), 1, tmp_path)  # type: ignore
+    model_specs = ModelSpecs(Path("x"), Path("x"), {}, None, None, torch.device("cuda"), 1, tmp_path)  # type: ignore
     hosts = SamplingRanks(nodes, ranks, train=True)
-    card = PolicyCard.of(tiny_policy())
+    policy_info = PolicyInfo.of(tiny_policy())
 
     def start() -> None:
-        build._hosted_servers(config.actor_rollout_ref, hosts, API, card, sources, tmp_path / "run")
+        build._hosted_servers(config.actor_rollout_ref, hosts, API, policy_info, model_specs, tmp_path / "run")
 
     if isinstance(servers, str):
         with pytest.raises(ValueError, match=servers):

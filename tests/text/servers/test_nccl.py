@@ -16,7 +16,7 @@ from tether.config import load_config
 from tether.integrations.sglang import SGLang
 from tether.text.sampling.protocol import NoiseKey
 from tether.text.servers import CPU
-from tether.text.servers.build import look_at_servers
+from tether.text.servers.build import check_external_servers
 from tether.text.servers.inside import tether_buffers
 from tether.text.servers.vllm_api import Vllm
 
@@ -72,7 +72,7 @@ def test_a_run_on_a_cpu_is_refused_before_it_loads_anything() -> None:
     needed = ["data.train_files=rows.parquet", "actor_rollout_ref.model.path=nowhere"]
     config = load_config(None, [*needed, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.weight_transfer=nccl"]).config
     with pytest.raises(ValueError, match=rf"{ROLLOUT}.weight_transfer=nccl: .* this run trains on cpu. Set it to auto"):
-        look_at_servers(config.actor_rollout_ref, "nowhere", torch.device("cpu"))
+        check_external_servers(config.actor_rollout_ref, "nowhere", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("before", [None, "0"])

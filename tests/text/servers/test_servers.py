@@ -238,7 +238,7 @@ def test_a_server_that_died_gets_the_weights_that_it_had_while_the_policy_learns
 ) -> None:
     """Without holding them its rows would come from the weights of the moment, under the old version's number."""
     bench = started()
-    engine = bench.engine_of(bench.server, holds_weights=holds)
+    engine = bench.engine_of(bench.server, restores_last_weights=holds)
     engine.load_weights(bench.export().copied())
     expected = rows_of(engine.generate(PROMPTS, SAMPLING, KEY))
     bench.learn()

@@ -309,10 +309,10 @@ class Careless(Extension):
 def with_module(bench: Bench, folder: Path, name: str, text: str) -> None:
     """Have a real server find a module of the test's own."""
     (folder / f"{name}.py").write_text(text)
-    launch = bench.server.where
+    launch = bench.server.launch_or_url
     assert isinstance(launch, Launch)
     path = f"{launch.environment['PYTHONPATH']}:{folder}"
-    bench.server.where = replace(launch, environment={**launch.environment, "PYTHONPATH": path})
+    bench.server.launch_or_url = replace(launch, environment={**launch.environment, "PYTHONPATH": path})
 
 
 @needs_vllm

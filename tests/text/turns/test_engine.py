@@ -9,7 +9,7 @@ from tests.text.sampling.test_native import PROMPTS, packed_logits, responses, r
 from tests.tiny import tiny_model
 from tether.batch import RolloutBatch, WeightUpdate, as_token_ids
 from tether.text.sampling.engine import NativeEngine
-from tether.text.sampling.kv_cache import Decode, KeptPrefixes
+from tether.text.sampling.kv_cache import Decode, PrefixCache
 from tether.text.sampling.protocol import FinishedResponse, NoiseKey, SamplingParams
 
 KEY = NoiseKey(seed=1, step=2)
@@ -113,7 +113,7 @@ def test_a_later_call_continues_the_caches_of_rows_that_ended(slots):
     model = tiny_model("deepseek_v3", dtype=torch.float64)
     route_one_by_one(model)
     counted = Counted(model, eos_token_ids=ENDS, max_num_seqs=slots)
-    with counted.keeping_prefixes() as prefixes:
+    with counted.caching_prefixes() as prefixes:
         first = counted.generate(PROMPTS, sampling, KEY)
         ends = [[*prompt, *ids] for prompt, ids in zip(PROMPTS, responses(first), strict=True)]
         prompts = [[*ids, 201, 202] for ids in ends]
@@ -133,7 +133,7 @@ def test_a_later_call_continues_the_caches_of_rows_that_ended(slots):
 
 
 def test_no_more_is_kept_than_there_is_room_for():
-    prefixes, prefix = KeptPrefixes(5), {0: (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))}
+    prefixes, prefix = PrefixCache(5), {0: (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))}
     ids = as_token_ids([1, 2], "ids")
     for _ in range(2):
         assert prefixes.has_room(2)

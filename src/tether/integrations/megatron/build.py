@@ -31,8 +31,8 @@ from tether.text.models.fused_experts import Unfused
 from tether.text.models.load import load_config
 from tether.text.sampling.config import SERVERS
 from tether.text.sampling.engine import NativeEngine, eos_token_ids
-from tether.text.servers.build import PolicyCard
-from tether.text.sources import Sources
+from tether.text.servers.build import PolicyInfo
+from tether.text.sources import ModelSpecs
 
 Role = ActorConfig | CriticConfig | RefConfig
 NOT_MEGATRONS = ("attention_backend", FIRST, LAST)
@@ -162,11 +162,11 @@ def _hf_config(config: RunConfig, role: Role, path: Path | str) -> PreTrainedCon
     return load_config(path, trust_remote_code=trusted, override_config=changed, own_class=True)
 
 
-def megatron_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> dict[str, Any]:
+def build_megatron_components(config: RunConfig, model_specs: ModelSpecs, names: frozenset[str]) -> dict[str, Any]:
     """Build the components of one rank with the named models; called on each rank."""
     engine = importlib.import_module("tether.integrations.megatron.engine")
     settings, roles = config.actor_rollout_ref, roles_of(config)
-    tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
+    tokenizer, steps, incidents = model_specs.tokenizer, model_specs.total_steps, model_specs.incidents
 
     def make(model: str, folder: Path, **kwargs: Any) -> Any:
         name, section = roles[model]
@@ -175,17 +175,17 @@ def megatron_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -
             layout=layout_of(section.megatron, name),
             overrides=overrides_of(config, section),
             distributed_optimizer=trained and getattr(sizes, "use_distributed_optimizer"),  # noqa: B009
-            weights_rest_on_host=sizes.param_offload,
-            gradients_rest=trained and getattr(sizes, "grad_offload"),  # noqa: B009
-            optimizer_rests_on_host=trained and getattr(sizes, "optimizer_offload"),  # noqa: B009
+            offload_weights=sizes.param_offload,
+            offload_gradients=trained and getattr(sizes, "grad_offload"),  # noqa: B009
+            offload_optimizer=trained and getattr(sizes, "optimizer_offload"),  # noqa: B009
         )
         weights: Any = folder
-        if sizes.use_dist_checkpointing and (sources.checkpoint is None or folder.parent != sources.checkpoint):
+        if sizes.use_dist_checkpointing and (model_specs.checkpoint is None or folder.parent != model_specs.checkpoint):
             weights = _dist_checkpoint(section, _hf_config(config, section, folder))
-        return partial(engine.MegatronEngine, weights=weights, device=sources.device, options=options, **kwargs)
+        return partial(engine.MegatronEngine, weights=weights, device=model_specs.device, options=options, **kwargs)
 
-    start = _folder(sources.model_path)
-    saved = sources.checkpoint / "actor" if sources.checkpoint else None
+    start = _folder(model_specs.model_path)
+    saved = model_specs.checkpoint / "actor" if model_specs.checkpoint else None
     folder = saved if saved and not settings.model.lora_rank else start
     hf_config = _hf_config(config, settings.actor, folder)
     components: dict[str, Any] = {}
@@ -195,23 +195,23 @@ def megatron_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -
         actor = actor_engine(config, policy, None, tokenizer, steps, incidents, of_actor)
         components["actor"] = actor
         if settings.rollout.name in SERVERS:
-            components["card"] = PolicyCard.of(policy)
+            components["policy_info"] = PolicyInfo.of(policy)
         else:
-            components["sampler"] = _sampler(config, policy, sources)
+            components["sampler"] = _sampler(config, policy, model_specs)
     if "critic" in names:
-        saved = sources.checkpoint / "critic" if sources.checkpoint else None
-        where = saved if saved and not config.critic.model.lora_rank else _folder(sources.critic_path)
+        saved = model_specs.checkpoint / "critic" if model_specs.checkpoint else None
+        where = saved if saved and not config.critic.model.lora_rank else _folder(model_specs.critic_path)
         critic = empty_model(where, _hf_config(config, config.critic, where), critic=True)
         critic, adapter = _with_adapter(config, config.critic, critic, saved)
         of_critic = make("critic", where, role="critic", adapter=adapter)
         components["critic"] = critic_engine(config, critic, tokenizer, steps, incidents, of_critic)
     if "reference" in names and reference_is_policy(config):
-        twin = lambda model, micro, during: components["actor"].frozen(micro)  # noqa: E731
+        twin = lambda model, micro, inference_context: components["actor"].frozen(micro)  # noqa: E731
         components["reference"] = reference_engine(config, ReferenceModel(policy), twin)
     elif "reference" in names:
         dtype = DTYPES[settings.ref.fsdp_config.dtype]
         of_reference = make("reference", start, compute_dtype=dtype)
-        alone = lambda model, micro, during: of_reference(model, micro)  # noqa: E731
+        alone = lambda model, micro, inference_context: of_reference(model, micro)  # noqa: E731
         components["reference"] = reference_engine(config, ReferenceModel(empty_model(start, hf_config)), alone)
     return components
 
@@ -243,14 +243,14 @@ def _model_section(role: Role) -> str:
     return "critic.model" if isinstance(role, CriticConfig) else "actor_rollout_ref.model"
 
 
-def _sampler(config: RunConfig, policy: PreTrainedModel, sources: Sources) -> NativeEngine:
+def _sampler(config: RunConfig, policy: PreTrainedModel, model_specs: ModelSpecs) -> NativeEngine:
     """Return the native engine with memory for a full copy of the policy, in the training dtype."""
     settings = config.actor_rollout_ref
     dtype = DTYPES[settings.actor.fsdp_config.dtype]
-    room = (torch.zeros(p.shape, dtype=dtype, device=sources.device) for p in policy.parameters())
+    room = (torch.zeros(p.shape, dtype=dtype, device=model_specs.device) for p in policy.parameters())
     model = with_weights(policy, room)
     return NativeEngine(
-        on_device(model, sources.device).requires_grad_(False),
+        on_device(model, model_specs.device).requires_grad_(False),
         eos_token_ids=eos_token_ids(model),
         max_num_seqs=settings.rollout.max_num_seqs,
         max_kept_tokens=settings.rollout.multi_turn.max_kept_tokens,

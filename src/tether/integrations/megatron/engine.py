@@ -66,18 +66,18 @@ class MegatronOptions:
     """Entries of Megatron's TransformerConfig."""
     distributed_optimizer: bool = True
     """Whether the optimizer's state is split over the replicas."""
-    weights_rest_on_host: bool = False
+    offload_weights: bool = False
     """Whether weights are moved to the CPU while the model does not run."""
-    gradients_rest: bool = False
+    offload_gradients: bool = False
     """Whether the memory of gradients is freed between updates."""
-    optimizer_rests_on_host: bool = False
+    offload_optimizer: bool = False
     """Whether optimizer state is moved to the CPU between updates."""
 
 
 class MegatronEngine(RanksEngine[Outputs]):
     """The engine of one rank for a model that is sharded over many; every method is collective.
 
-    `infer` and `learn` take the rows of this rank's replica, and return outputs on the ranks in `speakers` only.
+    `infer` and `learn` take the rows of this rank's replica, and return outputs on the ranks in `output_ranks` only.
 
     Args:
         empty: the transformers model on the meta device, for its class, config and names.
@@ -125,7 +125,9 @@ class MegatronEngine(RanksEngine[Outputs]):
             adapters=MegatronAdapters.of(empty),
         )
         every = from_all(self.place())
-        self.speakers = [[place == (replica, True) for place in every].index(True) for replica in range(_replicas())]
+        self.output_ranks = [
+            [place == (replica, True) for place in every].index(True) for replica in range(_replicas())
+        ]
         config = self.megatron.config
         config.calculate_per_token_loss = True  # sum instead of averaging over micro-batches and replicas
         config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(chunks)
@@ -161,7 +163,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         adapters."""
         twin = copy.copy(self)
         twin.micro = twin.infer_micro = micro
-        twin.optimizer, twin._during = None, adapters_off
+        twin.optimizer, twin._inference_context = None, adapters_off
         return twin
 
     def described(self) -> str:
@@ -169,7 +171,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         return describe(self._options.layout)
 
     def infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs]) -> Outputs:
-        """Run a forward pass; return None on ranks that are not in `speakers`."""
+        """Run a forward pass; return None on ranks that are not in `output_ranks`."""
         with self._on_device():
             return self._infer(batch, forward, self.infer_micro)  # type: ignore[return-value]
 
@@ -199,7 +201,7 @@ class MegatronEngine(RanksEngine[Outputs]):
                     collected.append(outputs)
                 return torch.zeros((), device=self._device)
 
-            with torch.no_grad(), self._during(self.model), deterministic_kernels():  # as in the update
+            with torch.no_grad(), self._inference_context(self.model), deterministic_kernels():  # as in the update
                 routed = self._pipeline(forward, [batch[rows] for rows in positions], keep, forward_only=True)
             for outputs, experts in zip(collected, routed, strict=False):
                 outputs.routed_experts = experts  # type: ignore[attr-defined]  # if the forward records them
@@ -368,7 +370,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         if self.megatron.adapters and dist.get_rank() == 0:  # rank 0 also writes the adapters separately
             names |= set(self._trained_names)
         model = self._model_of(self._named(_master, names))
-        moments, state = (self._my_moments(), self._my_state()) if with_state else ({}, {})
+        moments, state = (self._moments_to_write(), self._state_to_write()) if with_state else ({}, {})
 
         def write() -> None:
             save(model, share / name)
@@ -392,7 +394,7 @@ class MegatronEngine(RanksEngine[Outputs]):
             model.get_buffer(name).copy_(named[name])
         return model
 
-    def _my_moments(self) -> dict[int, dict[str, Tensor]]:
+    def _moments_to_write(self) -> dict[int, dict[str, Tensor]]:
         """Return AdamW's moments of the weights that this rank writes, by their index among the trained weights."""
         assert self.optimizer
         if not any(from_all(bool(self.optimizer.state))):
@@ -402,7 +404,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         moments = {moment: self._named(partial(self._moment, moment), names, trained=True) for moment in MOMENTS}
         return {number: {moment: named[name] for moment, named in moments.items()} for number, name in mine}
 
-    def _my_state(self) -> StateDict:
+    def _state_to_write(self) -> StateDict:
         """Return all training state except weights and moments."""
         assert self.optimizer
         numbers = list(range(len(self._trained_names)))
@@ -489,16 +491,16 @@ class MegatronEngine(RanksEngine[Outputs]):
 
     def _move(self, device: torch.device, *, training: bool, release: bool = False) -> None:
         options = self._options
-        if options.weights_rest_on_host:
+        if options.offload_weights:
             for chunk in self.megatron.chunks:
                 _move_frozen(chunk, device)
             self.shards.move(device, weights=True, copies=False)
         if not training:
             return
-        if options.optimizer_rests_on_host and self.optimizer:
+        if options.offload_optimizer and self.optimizer:
             self.shards.move(device, weights=False, copies=True)
             move_state(self.optimizer, device)
-        if options.gradients_rest and self.optimizer:
+        if options.offload_gradients and self.optimizer:
             for chunk in self._chunks:
                 for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
                     buffer.grad_data.untyped_storage().resize_(0 if release else buffer.grad_data.nbytes)

@@ -88,7 +88,7 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
         text = script.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem(str(script), f"cannot be read ({error})", "give a shell script")]) from None
-    if problem := bubblewrap.obstacle():
+    if problem := bubblewrap.confinement_problem():
         what = f"is run in a sandbox, which this machine cannot make: {problem}"
         raise ConfigError([Problem(str(script), what, "install bubblewrap, or write the settings into a YAML file")])
     arguments = [word for word in more if "=" not in word and not word.startswith("~")]

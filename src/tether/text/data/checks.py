@@ -128,7 +128,7 @@ def repeated_problem(report: PromptReport, num_prompts: int) -> str | None:
 
 def cut_problem(report: PromptReport) -> str | None:
     """Find prompts that `max_prompt_length` truncated, and say which side was removed."""
-    if not report.num_cut:
+    if not report.num_truncated:
         return None
     lost = {
         "left": "their beginning (the system message, perhaps the question)",
@@ -136,7 +136,7 @@ def cut_problem(report: PromptReport) -> str | None:
         "middle": "their middle",
     }[report.truncation]
     return (
-        f"prompt cut: {report.num_cut} of {report.num_chosen} prompts lost {lost}, down to "
+        f"prompt cut: {report.num_truncated} of {report.num_chosen} prompts lost {lost}, down to "
         f"data.max_prompt_length={report.max_prompt_length} tokens; the longest had {report.longest}. Raise it, or "
         "leave such rows out with data.filter_overlong_prompts=True."
     )

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tether.batch import TokenIds
 from tether.runtime.terminal import Screen, Waiting
 from tether.text.data.chats import ChatRow
-from tether.text.data.prompts import PromptOptions, apply_template, choose_rows, cut, write_conversation
+from tether.text.data.prompts import PromptOptions, apply_template, choose_rows, truncate_ids, write_conversation
 from tether.text.data.rows import raise_problems
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class ExampleDataset:
             )
         self._examples: list[Example] = []
         chosen = [rows[index] for index in choose_rows(len(rows), options)]
-        dropped, num_cut, problems = 0, 0, list[str]()
+        dropped, truncated, problems = 0, 0, list[str]()
         with Waiting("preparing conversations", len(chosen), Screen(stderr=True), late=True) as waiting:
             for row in waiting.each(chosen):
                 try:
@@ -77,7 +77,7 @@ class ExampleDataset:
                 if example is None:
                     dropped += 1
                     continue
-                num_cut += example[1]
+                truncated += example[1]
                 self._examples.append(example[0])
         raise_problems(problems)
         if not self._examples:
@@ -85,7 +85,7 @@ class ExampleDataset:
         tokens, learned = (sum(int(count) for count in counts) for counts in zip(*map(_counts, self), strict=True))
         words = [f"{len(self)} conversations, {tokens} tokens, {learned} of them the assistant's"]
         words += [f"{dropped} longer than {options.max_prompt_length} tokens dropped"] if dropped else []
-        words += [f"{num_cut} cut to {options.max_prompt_length} tokens ({options.truncation})"] if num_cut else []
+        words += [f"{truncated} cut to {options.max_prompt_length} tokens ({options.truncation})"] if truncated else []
         self.report = ", ".join(words)
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ class ExampleDataset:
     def __iter__(self) -> Iterator[Example]:
         return iter(self._examples)
 
-    def first_beyond(self, vocabulary: int) -> str | None:
+    def first_out_of_vocabulary(self, vocabulary: int) -> str | None:
         """Describe the first conversation with a token id outside of a vocabulary of this size; None if there is
         none."""
         for example in self._examples:
@@ -130,7 +130,7 @@ def _example(row: ChatRow, tokenizer: PreTrainedTokenizerBase, options: PromptOp
             f"the conversation has {length} tokens, more than data.max_length={limit}. Raise it, drop such rows with "
             "data.filter_overlong_prompts=True, or cut them with data.truncation=left|right|middle."
         )
-    token_ids, mask = cut(token_ids, limit, options.truncation), cut(mask, limit, options.truncation)
+    token_ids, mask = truncate_ids(token_ids, limit, options.truncation), truncate_ids(mask, limit, options.truncation)
     mask[:1] = False  # nothing predicts the first token
     if not mask.any():
         after = f" among the {limit} tokens that data.truncation={options.truncation} keeps" if length > limit else ""

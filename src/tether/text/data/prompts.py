@@ -184,11 +184,11 @@ class ControlTokens:
         inside = (f"(?<={re.escape(token[0])})(?={re.escape(token[1:])})" for token in written)
         self._cut = re.compile("|".join(inside) or r"(?!)")
 
-    def inside(self, messages: Sequence[Message]) -> set[str]:
+    def find_in(self, messages: Sequence[Message]) -> set[str]:
         """Return the control tokens that messages contain."""
         return {token for message in messages for token in self._pattern.findall(message["content"])}
 
-    def broken(self, messages: Sequence[Message]) -> tuple[list[JsonObject], str]:
+    def insert_marks(self, messages: Sequence[Message]) -> tuple[list[JsonObject], str]:
         """Return the messages with a mark inserted into each control token, and the mark."""
         text = "".join(message["content"] for message in messages)
         mark = next(character for character in map(chr, _PRIVATE_USE) if character not in text)
@@ -198,16 +198,16 @@ class ControlTokens:
         """Return the text with a mark after the first character of each control token, except those that are
         `spared`."""
 
-        def broken(match: re.Match[str]) -> str:
+        def insert_mark(match: re.Match[str]) -> str:
             return match[0] if match[0] in spared else match[0][0] + mark + match[0][1:]
 
-        return self._pattern.sub(broken, text)
+        return self._pattern.sub(insert_mark, text)
 
     def tokenize(self, text: str) -> TokenIds:
         """Return the token ids of a rendered text that may contain output of `as_text`."""
-        return self.tokenize_broken(text, MARK) if MARK in text else tokenize([text], self._tokenizer)[0]
+        return self.tokenize_marked(text, MARK) if MARK in text else tokenize([text], self._tokenizer)[0]
 
-    def tokenize_broken(self, text: str, mark: str) -> TokenIds:
+    def tokenize_marked(self, text: str, mark: str) -> TokenIds:
         """Return the token ids of a rendered text, reading marked control tokens as text."""
         ids: list[int] = []
         position = 0
@@ -341,7 +341,7 @@ class PromptReport:
     """Rows after `max_samples`."""
     num_dropped: int
     """Rows longer than `max_prompt_length` that were dropped."""
-    num_cut: int
+    num_truncated: int
     """Rows longer than `max_prompt_length` that were truncated."""
     longest: int
     """Length of the longest prompt before dropping and truncating."""
@@ -366,8 +366,8 @@ class PromptReport:
             counts.append(f"{self.num_repeated} repeated or in training left out")
         if self.num_dropped:
             counts.append(f"{self.num_dropped} longer than {self.max_prompt_length} tokens dropped")
-        if self.num_cut:
-            counts.append(f"{self.num_cut} cut to {self.max_prompt_length} tokens ({self.truncation})")
+        if self.num_truncated:
+            counts.append(f"{self.num_truncated} cut to {self.max_prompt_length} tokens ({self.truncation})")
         return "; ".join([", ".join(counts), f"the longest has {self.longest} tokens", *self.recognised])
 
 
@@ -403,7 +403,7 @@ class PromptDataset:
             num_rows=len(rows),
             num_chosen=len(chosen),
             num_dropped=len(dropped),
-            num_cut=len(overlong) - len(dropped),
+            num_truncated=len(overlong) - len(dropped),
             longest=max(len(ids) for ids in encoded),
             max_prompt_length=limit,
             truncation=options.truncation,
@@ -416,13 +416,13 @@ class PromptDataset:
             raise ValueError(f"no prompt is left: {self.report}. Raise data.max_prompt_length.")
         self._rows = rows
         self._row_indices = [chosen[i] for i in used]
-        self._token_ids = [cut(encoded[i], limit, options.truncation) for i in used]
+        self._token_ids = [truncate_ids(encoded[i], limit, options.truncation) for i in used]
         self.report = replace(self.report, num_distinct=len(self._keys()))
 
     def _keys(self) -> set[bytes]:
         return {ids.tobytes() for ids in self._token_ids}
 
-    def held_out_from(self, train: PromptDataset) -> PromptDataset:
+    def as_validation_for(self, train: PromptDataset) -> PromptDataset:
         """Return this dataset as the validation data of a run that trains on `train`.
 
         Generated prompts that repeat or are also in `train` are dropped. Prompts of files are only counted in the
@@ -487,7 +487,7 @@ class PromptDataset:
                 problems.append(f"{row.place}: {error}")
         raise_problems(problems)
 
-    def first_beyond(self, vocabulary: int) -> str | None:
+    def first_out_of_vocabulary(self, vocabulary: int) -> str | None:
         """Describe the first prompt with a token id outside of a vocabulary of this size; None if there is none."""
         for number, ids in zip(self._row_indices, self._token_ids, strict=True):
             if len(ids) and ids.max() >= vocabulary:
@@ -533,7 +533,7 @@ def _count(
 ) -> Mapping[str, int]:
     control = ControlTokens(tokenizer, options.chat_template)
     templated = (row for row in (rows[number] for number in numbers) if row.token_ids is None)
-    return Counter(token for row in templated for token in control.inside(row.messages))
+    return Counter(token for row in templated for token in control.find_in(row.messages))
 
 
 def _encode_chunk(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, options: PromptOptions) -> list[TokenIds]:
@@ -554,14 +554,14 @@ def _encode_as_text(
 ) -> TokenIds:
     if row.token_ids is not None:
         return row.token_ids
-    messages, mark = control.broken(row.messages)
+    messages, mark = control.insert_marks(row.messages)
     text = render(
         replace(row, messages=tuple(messages)), tokenizer, options.chat_template, options.template_kwargs(row)
     )
-    return control.tokenize_broken(text, mark)
+    return control.tokenize_marked(text, mark)
 
 
-def cut(ids: NDArray[Any], limit: int, truncation: str) -> NDArray[Any]:
+def truncate_ids(ids: NDArray[Any], limit: int, truncation: str) -> NDArray[Any]:
     """Truncate ids, or anything parallel to them, to `limit` tokens."""
     return TRUNCATIONS[truncation](ids, limit) if len(ids) > limit else ids
 

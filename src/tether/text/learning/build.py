@@ -145,11 +145,11 @@ def load_policy(
     checkpoint: Path | None,
     *,
     seed: int,
-    unread: bool = False,
+    lazy_weights: bool = False,
 ) -> PreTrainedModel:
     """Load the policy to train, from the checkpoint if there is one, and with an adapter if ``lora_rank`` is set.
 
-    `seed` initializes the adapter. With `unread`, weights are left in their files if possible, as in `load_causal_lm`.
+    `seed` initializes the adapter. With `lazy_weights`, weights stay in files if possible, as in `load_causal_lm`.
     """
     saved = checkpoint / "actor" if checkpoint else None
     source = saved if saved and not model_config.lora_rank else path
@@ -160,7 +160,7 @@ def load_policy(
         trust_remote_code=model_config.trust_remote_code,
         override_config=model_config.override_config,
         auto_class=model_class,
-        lazy_device=device if unread else None,
+        lazy_device=device if lazy_weights else None,
     )
     return _to_train(on_device(model, device), model_config, "actor_rollout_ref.model", saved, seed)
 
@@ -329,7 +329,7 @@ def load_references(
     policy: PreTrainedModel | None,
     device: torch.device,
     *,
-    unread: bool = False,
+    lazy_weights: bool = False,
 ) -> dict[str, ReferenceModel]:
     """Load the teachers, or the initial policy, by name; empty if no KL uses one.
 
@@ -340,13 +340,13 @@ def load_references(
         return {}
     if reference_is_policy(config):
         assert policy is not None, "both are on the same devices"
-        return dict.fromkeys(paths, ReferenceModel(policy, during=_lora().adapter_off))
+        return dict.fromkeys(paths, ReferenceModel(policy, inference_context=_lora().adapter_off))
     load = partial(
         load_causal_lm,
         dtype=DTYPES[settings.ref.fsdp_config.dtype],
         trust_remote_code=settings.model.trust_remote_code,
         override_config=None if config.distillation.enabled else settings.model.override_config,
-        lazy_device=device if unread and not reference_runs_with_actor(config) else None,
+        lazy_device=device if lazy_weights and not reference_runs_with_actor(config) else None,
     )
     return {name: ReferenceModel(on_device(load(paths[name]), device)) for name in local_references(config)}
 
@@ -363,7 +363,7 @@ def reference_engine(config: RunConfig, reference: ReferenceModel, make: MakeEng
         kind="log_prob",
         ranks=reference_ranks(config),
     )
-    return make(reference.model, micro, during=reference.during)
+    return make(reference.model, micro, inference_context=reference.inference_context)
 
 
 def build_reference(settings: ActorRolloutRefConfig, engines: Sequence[PolicyEngine]) -> Reference:
@@ -390,7 +390,7 @@ def load_value_model(
     checkpoint: Path | None,
     *,
     seed: int,
-    unread: bool = False,
+    lazy_weights: bool = False,
 ) -> PreTrainedModel:
     """Load the critic to train, as `load_policy` loads the policy."""
     saved = checkpoint / "critic" if checkpoint else None
@@ -399,7 +399,7 @@ def load_value_model(
         dtype=torch.float32,
         trust_remote_code=model_config.trust_remote_code,
         override_config=model_config.override_config,
-        lazy_device=device if unread else None,
+        lazy_device=device if lazy_weights else None,
     )
     return _to_train(on_device(model, device), model_config, "critic.model", saved, seed)
 

@@ -23,7 +23,7 @@ SHARDED = {
 }  # fmt: skip
 
 
-def adaptive_kl_moves(cfg: RunConfig) -> Problem | None:
+def adaptive_kl_has_horizon_and_target(cfg: RunConfig) -> Problem | None:
     """The adaptive controller divides by its horizon and its target."""
     control = cfg.algorithm.kl_ctrl
     if control.type != "adaptive" or (control.horizon > 0 and control.target_kl > 0):
@@ -224,7 +224,7 @@ def rejection_has_one_lower_bound(cfg: RunConfig) -> Problem | None:
     return None
 
 
-def bypass_is_said_once(cfg: RunConfig) -> Problem | None:
+def bypass_mode_matches_loss_mode(cfg: RunConfig) -> Problem | None:
     """Bypass mode is a policy loss in itself."""
     bypass = cfg.algorithm.rollout_correction.bypass_mode
     mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
@@ -281,7 +281,7 @@ def filtered_groups_have_peers(cfg: RunConfig) -> Problem | None:
     return Problem("actor_rollout_ref.rollout.n", what, "set actor_rollout_ref.rollout.n to 2 or more")
 
 
-def dynamic_sampling_ends(cfg: RunConfig) -> Problem | None:
+def dynamic_sampling_has_a_limit(cfg: RunConfig) -> Problem | None:
     """verl's 0 would sample forever if no group ever has different scores."""
     if not cfg.algorithm.filter_groups.enable or cfg.algorithm.filter_groups.max_num_gen_batches > 0:
         return None
@@ -301,13 +301,13 @@ OFF_POLICY_RULES = (
     weights_have_bounds,
     rejection_modes_have_bounds,
     rejection_has_one_lower_bound,
-    bypass_is_said_once,
+    bypass_mode_matches_loss_mode,
     decoupled_corrects_once,
     bypass_has_no_mean_weight,
     bypass_has_no_token_baseline,
     bypass_has_no_full_kl_in_reward,
     filtered_groups_have_peers,
-    dynamic_sampling_ends,
+    dynamic_sampling_has_a_limit,
     groups_are_filtered_before_the_kl,
 )
 
@@ -333,7 +333,7 @@ BYPASS = "algorithm.rollout_correction.bypass_mode"
 FUSED = "moe_router_fusion"
 
 
-def one_mode_is_given(cfg: RunConfig) -> Problem | None:
+def router_replay_modes_agree(cfg: RunConfig) -> Problem | None:
     """Megatron's key inherits from the older one, and must not contradict it."""
     key, mode = replay_of(cfg)
     older = cfg.actor_rollout_ref.actor.router_replay.mode
@@ -342,7 +342,7 @@ def one_mode_is_given(cfg: RunConfig) -> Problem | None:
     return Problem(key, f"{mode} contradicts {ACTOR}.router_replay.mode={older}", f"leave {key} out")
 
 
-def the_sampler_records_what_is_replayed(cfg: RunConfig) -> Problem | None:
+def r3_needs_recorded_experts(cfg: RunConfig) -> Problem | None:
     """R3 replays what the sampler records, and only R3 reads those records."""
     key, mode = replay_of(cfg)
     records = cfg.actor_rollout_ref.rollout.enable_rollout_routing_replay
@@ -362,7 +362,7 @@ def old_log_probs_are_recomputed(cfg: RunConfig) -> Problem | None:
     return Problem(key, what, f"set {key}=R3, or {BYPASS}=False")
 
 
-def routers_can_be_told(cfg: RunConfig) -> Problem | None:
+def routers_can_replay_experts(cfg: RunConfig) -> Problem | None:
     """Transformer Engine's fused router cannot replay experts."""
     key, mode = replay_of(cfg)
     fused = cfg.actor_rollout_ref.actor.megatron.override_transformer_config.get(FUSED)
@@ -374,10 +374,10 @@ def routers_can_be_told(cfg: RunConfig) -> Problem | None:
 
 
 ROUTER_REPLAY_RULES: tuple[Rule, ...] = (
-    one_mode_is_given,
-    the_sampler_records_what_is_replayed,
+    router_replay_modes_agree,
+    r3_needs_recorded_experts,
     old_log_probs_are_recomputed,
-    routers_can_be_told,
+    routers_can_replay_experts,
 )
 
 
@@ -452,7 +452,7 @@ DISTILLATION_RULES = (
 LEARNING_RULES: tuple[Rule, ...] = (
     at_most(f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"),
     at_most("critic.ppo_mini_batch_size", "data.train_batch_size", when=_critic_has_its_own_size),
-    adaptive_kl_moves,
+    adaptive_kl_has_horizon_and_target,
     set_once("critic.optim.lr_warmup_steps", "critic.optim.lr_warmup_steps_ratio"),
     critic_warmup_has_a_critic,
     needs("trainer.critic_warmup_until_explained_variance", "critic.enable"),

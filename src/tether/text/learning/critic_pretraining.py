@@ -52,6 +52,6 @@ def value_batch(responses: Sequence[StoredResponse], gamma: float) -> TrainBatch
     return batch
 
 
-def explained(outputs: ValueOutputs, batch: TrainBatch) -> dict[str, float]:
+def explained_variance_metrics(outputs: ValueOutputs, batch: TrainBatch) -> dict[str, float]:
     """Return the explained variance: the share of the returns' variance that the values explain, as a metric."""
     return {EXPLAINED: float(explained_variance(outputs.values, filled(batch.returns), batch.response_mask))}

@@ -46,7 +46,7 @@ from tether.text.turns.endpoint.episode import (
     SampledTurn,
     num_sampled,
 )
-from tether.text.turns.endpoint.programs import Played
+from tether.text.turns.endpoint.programs import EpisodeResult
 from tether.text.turns.endpoint.protocol import CallRefused
 
 POLL_SECONDS = 0.05
@@ -76,7 +76,7 @@ class EpisodeCollector(Collector):
         requests: dict[int, RewardRequest] = {}
         outcomes: dict[int, RewardOutcome] = {}
 
-        def end(episode: AgentEpisode, played: Played) -> None:
+        def end(episode: AgentEpisode, played: EpisodeResult) -> None:
             row = episode.row
             main[row] = episode.main_branch()
             requests[row] = self._request(episode.prompt, main[row])
@@ -91,8 +91,8 @@ class EpisodeCollector(Collector):
                     prefixes.forget(as_token_ids(branch[-1].token_ids()[:-1], "the branch"))
 
         # Servers cache prefixes by themselves.
-        keeping = self.engine.keeping_prefixes() if isinstance(self.engine, NativeEngine) else nullcontext()
-        with keeping as prefixes, self.endpoint.playing(rows, key.first_sample) as programs:
+        keeping = self.engine.caching_prefixes() if isinstance(self.engine, NativeEngine) else nullcontext()
+        with keeping as prefixes, self.endpoint.run_episodes(rows, key.first_sample) as programs:
             episodes = list(programs.values())
             self._play(programs, sampling, key, end)
         start = time.perf_counter()
@@ -126,7 +126,7 @@ class EpisodeCollector(Collector):
         programs: dict[int, AgentEpisode],
         sampling: SamplingParams,
         key: NoiseKey,
-        on_ended: Callable[[AgentEpisode, Played], None],
+        on_ended: Callable[[AgentEpisode, EpisodeResult], None],
     ) -> None:
         """Answer calls until all programs have ended.
 
@@ -138,7 +138,7 @@ class EpisodeCollector(Collector):
             calls = self.endpoint.calls(len(running), POLL_SECONDS)
             self._answer(calls, sampling, key)
             try:
-                ended = self.endpoint.take_ended(running)
+                ended = self.endpoint.pop_finished(running)
             except WorkersFailed as error:
                 raise RewardFailure(str(error)) from error
             for program, played in ended.items():
@@ -172,7 +172,7 @@ class EpisodeCollector(Collector):
             for (call, context), turn in zip(group, _turns(rollout, asked_for, self.max_length), strict=True):
                 call.answer.set_result(call.episode.record(context, turn, self.endpoint.chat))
 
-    def _outcome(self, episode: AgentEpisode, played: Played) -> RewardOutcome | None:
+    def _outcome(self, episode: AgentEpisode, played: EpisodeResult) -> RewardOutcome | None:
         """Return the outcome of an episode that has ended; None if the reward function has to score it.
 
         If a program fails after a limit has truncated its episode, that is not an error.

@@ -72,9 +72,9 @@ class ReferenceModel:
     """The model that the KL is computed against: a frozen one, such as a teacher, or the policy without its adapter."""
 
     model: PreTrainedModel
-    during: Callable[[PreTrainedModel], AbstractContextManager[object]] = nullcontext
+    inference_context: Callable[[PreTrainedModel], AbstractContextManager[object]] = nullcontext
     """A context for every forward pass, which disables the adapter with LoRA."""
-    further: tuple[PreTrainedModel, ...] = ()
+    other_models: tuple[PreTrainedModel, ...] = ()
     """The models of the second and further teachers, in the order of `TrainBatch.teacher`."""
 
 
@@ -163,7 +163,7 @@ class PolicyForward:
         kl, tokens = [], []
         for index in teacher.unique().tolist():  # each teacher reads all rows, but only the tokens of its own count
             (mine,) = (of_token == index).nonzero(as_tuple=True)
-            own = ReferenceModel((reference.model, *reference.further)[index])
+            own = ReferenceModel((reference.model, *reference.other_models)[index])
             subset = replace(rows, predicts=rows.predicts[mine])
             kl.append(self._kl_of_tokens(model, select_rows(states, mine), subset, own))
             tokens.append(mine)
@@ -172,7 +172,7 @@ class PolicyForward:
     def _kl_of_tokens(
         self, model: PreTrainedModel, states: Tensor, rows: TokenRows, reference: ReferenceModel
     ) -> Tensor:
-        with torch.no_grad(), reference.during(reference.model):
+        with torch.no_grad(), reference.inference_context(reference.model):
             ref_states = _states(reference.model, rows)[rows.predicts]
         pair = (states, lm_head_of(model), ref_states, lm_head_of(reference.model))
         if self.forward_kl is not None:

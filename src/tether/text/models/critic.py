@@ -23,7 +23,14 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tether.text.models.load import CRITIC_CLASSES, architecture_of, from_checkpoint, load_causal_lm, load_config, ready
+from tether.text.models.load import (
+    CRITIC_CLASSES,
+    architecture_of,
+    from_checkpoint,
+    load_causal_lm,
+    load_config,
+    prepare_model,
+)
 from tether.text.models.output import value_head_of
 
 _CLASS_OF_CONFIG = (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
@@ -52,7 +59,7 @@ def load_critic(
         _check_one_label(config, path)
         for_tokens = architecture.endswith(CRITIC_CLASSES[0])
         auto_class = AutoModelForTokenClassification if for_tokens else AutoModelForSequenceClassification
-        return ready(
+        return prepare_model(
             from_checkpoint(
                 auto_class, path, config, dtype, trust_remote_code=trust_remote_code, lazy_device=lazy_device
             )
@@ -60,7 +67,7 @@ def load_critic(
     model = load_causal_lm(
         path, dtype=dtype, trust_remote_code=trust_remote_code, override_config=override_config, lazy_device=lazy_device
     )
-    return ready(critic_from(model))
+    return prepare_model(critic_from(model))
 
 
 def load_reward_model(path: Path | str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -82,7 +89,7 @@ def new_reward_model(path: Path | str, *, dtype: torch.dtype) -> PreTrainedModel
     """
     if architecture_of(load_config(path)).endswith(CRITIC_CLASSES):
         return load_reward_model(path, dtype=dtype)
-    return ready(critic_from(load_causal_lm(path, dtype=dtype), (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,)))
+    return prepare_model(critic_from(load_causal_lm(path, dtype=dtype), (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,)))
 
 
 def check_reward_model(path: Path | str, config: PreTrainedConfig) -> None:

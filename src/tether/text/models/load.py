@@ -90,10 +90,10 @@ def load_causal_lm(
         model = from_checkpoint(
             auto_class, path, config, dtype, trust_remote_code=trust_remote_code, lazy_device=lazy_device
         )
-    return ready(model)
+    return prepare_model(model)
 
 
-def ready(model: PreTrainedModel) -> PreTrainedModel:
+def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
     """Disable dropout, enable tether's attention, and compare packing if the weights are loaded."""
     disable_dropout(model)
     model.eval()

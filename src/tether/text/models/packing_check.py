@@ -157,7 +157,7 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _check_finite(model: PreTrainedModel) -> None:
-    refuse_broken(model, [name for name, weight in model.named_parameters() if not is_finite(weight)])
+    refuse_non_finite(model, [name for name, weight in model.named_parameters() if not is_finite(weight)])
 
 
 def is_finite(weight: Tensor) -> bool:
@@ -165,7 +165,7 @@ def is_finite(weight: Tensor) -> bool:
     return not weight.numel() or all(bound.isfinite().item() for bound in weight.detach().aminmax())
 
 
-def refuse_broken(model: PreTrainedModel, broken: Sequence[str]) -> None:
+def refuse_non_finite(model: PreTrainedModel, broken: Sequence[str]) -> None:
     """Refuse a model with NaN or infinity in these weights.
 
     Raises:

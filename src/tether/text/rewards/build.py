@@ -49,7 +49,7 @@ from tether.text.rewards.config_parts import (
     read_parts,
 )
 from tether.text.rewards.custom import CustomReward, load_reward_function
-from tether.text.rewards.judge import BatchJudge, Judge, RemoteJudge, end_of
+from tether.text.rewards.judge import BatchJudge, Judge, RemoteJudge, last_words
 from tether.text.rewards.outcome import RewardError
 from tether.text.rewards.router import check_sources, check_truth
 from tether.text.rewards.sandbox import Limits, ProgramOptions, Server
@@ -328,7 +328,7 @@ class EngineAnswers:
     def _cut(self, text: str) -> RewardError:
         """Return the error for a truncated answer; any score in it might have been revised later."""
         what = f"the judge did not end its answer within {self._max_tokens} tokens"
-        return RewardError(f"{what}; it ends in {end_of(text)!r}")
+        return RewardError(f"{what}; it ends in {last_words(text)!r}")
 
 
 PARTS = "reward_model.parts"
@@ -370,7 +370,7 @@ def check_rewards(config: RunConfig, prompts: PromptDataset) -> None:
     check_sources(sources, program_options(config.reward_model))
 
 
-def check_parts_act(data: DataConfig, reward: RewardModelConfig, datasets: Sequence[PromptDataset]) -> None:
+def check_reward_parts_are_used(data: DataConfig, reward: RewardModelConfig, datasets: Sequence[PromptDataset]) -> None:
     """Refuse a reward for a data source that no row has.
 
     A run on a subset of the rows (`data.train_max_samples`, `data.val_max_samples`) is not checked, because other rows

@@ -17,7 +17,7 @@ def reward_model_is_named(cfg: RunConfig) -> Problem | None:
     return Problem(key, "missing with reward_model.enable=True", "give a sequence classifier with one output")
 
 
-def parts_of_the_reward_are_whole(cfg: RunConfig) -> Problem | None:
+def reward_parts_are_valid(cfg: RunConfig) -> Problem | None:
     """Each part is valid; only this rule checks names and keys below reward_model.parts."""
     return next(iter(part_problems(cfg.reward_model.parts)), None)
 
@@ -31,7 +31,7 @@ def integrations_are_installed_and_used(cfg: RunConfig) -> Problem | None:
     return next(iter(integration_problems(cfg.integrations, used)), None)
 
 
-def the_reward_has_what_its_parts_ask_for(cfg: RunConfig) -> Problem | None:
+def reward_parts_match_the_reward_settings(cfg: RunConfig) -> Problem | None:
     """Parts decide whether function and model are called; verl calls one of them, depending on its version."""
     model, path, key = cfg.reward_model, cfg.custom_reward_function.path, "reward_model.parts"
     if part_problems(model.parts):
@@ -99,9 +99,9 @@ def _has_a_server_for_programs(cfg: RunConfig) -> bool:
 REWARD_RULES: tuple[Rule, ...] = (
     at_most("reward_model.num_workers", "reward_model.sandbox_fusion.max_concurrent", when=_has_a_server_for_programs),
     reward_model_is_named,
-    parts_of_the_reward_are_whole,
+    reward_parts_are_valid,
     integrations_are_installed_and_used,
-    the_reward_has_what_its_parts_ask_for,
+    reward_parts_match_the_reward_settings,
     batches_are_scored_by_a_function,
     responses_are_decoded_by_the_policys_tokenizer,
 )

@@ -91,7 +91,7 @@ class Judge:
             return RewardError("the judge did not end its reasoning (<think>)")
         matches = re.findall(self.parser, answer)
         if not matches:
-            return RewardError(f"the judge's answer has {self._no_match}; it ends in {end_of(answer)!r}")
+            return RewardError(f"the judge's answer has {self._no_match}; it ends in {last_words(answer)!r}")
         text = matches[-1].strip()
         if self.scores:
             scores = {word.casefold(): score for word, score in self.scores.items()}
@@ -143,12 +143,12 @@ class RemoteJudge:
                 reason = choice.get("finish_reason")
                 if reason not in (None, "stop"):  # a truncated answer may end in a truncated number
                     how = f"did not complete its answer (finish_reason is {reason})"
-                    return RewardError(f"the judge {how}; it ends in {end_of(text)!r}")
+                    return RewardError(f"the judge {how}; it ends in {last_words(text)!r}")
                 return self.judge.read(text)
         raise EndpointError(f"the server at {self.endpoint.url} returned no chat completion: {str(answer)[:300]}")
 
 
-def end_of(answer: str) -> str:
+def last_words(answer: str) -> str:
     """Return the last words of a judge's answer, for messages."""
     return " ".join(answer.split())[-_SHOWN:]
 

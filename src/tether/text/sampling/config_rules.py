@@ -24,7 +24,7 @@ def longest_prompt_leaves_room(cfg: RunConfig) -> Problem | None:
     return Problem(f"{ROLLOUT}.max_model_len", what, f"set it above {longest}, or lower data.max_prompt_length")
 
 
-def servers_tell_what_they_kept(cfg: RunConfig) -> Problem | None:
+def servers_can_report_kept_tokens(cfg: RunConfig) -> Problem | None:
     """Training replays the truncation of sampling, and servers list the kept tokens only up to a limit."""
     rollout = cfg.actor_rollout_ref.rollout
     if rollout.name not in SERVERS or rollout.top_p == 1 or rollout.top_k > 0:
@@ -47,7 +47,7 @@ def servers_can_sleep(cfg: RunConfig) -> Problem | None:
     return None
 
 
-def servers_are_where_they_are_looked_for(cfg: RunConfig) -> Problem | None:
+def server_addresses_are_not_overridden(cfg: RunConfig) -> Problem | None:
     """A server with another address would never be reached, and the run would wait until the timeout."""
     rollout = cfg.actor_rollout_ref.rollout
     if rollout.name not in SERVERS:
@@ -61,7 +61,7 @@ def servers_are_where_they_are_looked_for(cfg: RunConfig) -> Problem | None:
     return None
 
 
-def servers_sample_where_their_addresses_are(cfg: RunConfig) -> Problem | None:
+def server_urls_need_a_server_engine(cfg: RunConfig) -> Problem | None:
     """Addresses do not determine the kind of server, and native sampling would ignore them."""
     rollout = cfg.actor_rollout_ref.rollout
     if rollout.name in SERVERS or not rollout.server_urls:
@@ -70,7 +70,7 @@ def servers_sample_where_their_addresses_are(cfg: RunConfig) -> Problem | None:
     return Problem(f"{ROLLOUT}.server_urls", what, f"set {ROLLOUT}.name to {' or '.join(SERVERS)}, or leave it out")
 
 
-def servers_are_named_once(cfg: RunConfig) -> Problem | None:
+def server_urls_are_unique(cfg: RunConfig) -> Problem | None:
     """A server named twice would get each update twice, the second time while it samples."""
     named = dict[str, str]()
     for url in cfg.actor_rollout_ref.rollout.server_urls:
@@ -84,7 +84,7 @@ def servers_are_named_once(cfg: RunConfig) -> Problem | None:
     return None
 
 
-def weights_of_several_devices_pass_through_the_host(cfg: RunConfig) -> Problem | None:
+def nccl_transfer_needs_one_device(cfg: RunConfig) -> Problem | None:
     """Weights of several devices reach servers that the run starts through host memory only."""
     rollout, devices = cfg.actor_rollout_ref.rollout, device_count(cfg)
     if rollout.name not in SERVERS or rollout.server_urls or devices == 1 or rollout.weight_transfer != "nccl":
@@ -93,7 +93,7 @@ def weights_of_several_devices_pass_through_the_host(cfg: RunConfig) -> Problem 
     return Problem(f"{ROLLOUT}.weight_transfer", what, f"set {ROLLOUT}.weight_transfer=auto")
 
 
-def servers_divide_the_devices(cfg: RunConfig) -> Problem | None:
+def tensor_parallel_size_divides_devices(cfg: RunConfig) -> Problem | None:
     """All servers have the same number of GPUs of a machine, and no GPU is left over; a CPU has one server."""
     rollout, trainer = cfg.actor_rollout_ref.rollout, cfg.trainer
     split = rollout.tensor_model_parallel_size
@@ -104,7 +104,7 @@ def servers_divide_the_devices(cfg: RunConfig) -> Problem | None:
     return Problem(f"{ROLLOUT}.tensor_model_parallel_size", what, f"set it to a divisor of {devices}")
 
 
-def vllm_starts(cfg: RunConfig) -> Problem | None:
+def vllm_accepts_batch_limits(cfg: RunConfig) -> Problem | None:
     """vLLM itself refuses these values, but only after it has loaded the model."""
     rollout, data = cfg.actor_rollout_ref.rollout, cfg.data
     key, tokens = f"{ROLLOUT}.max_num_batched_tokens", rollout.max_num_batched_tokens
@@ -124,7 +124,7 @@ def vllm_starts(cfg: RunConfig) -> Problem | None:
     return None
 
 
-def vllm_takes_adapters_of_this_rank(cfg: RunConfig) -> Problem | None:
+def vllm_supports_lora_rank(cfg: RunConfig) -> Problem | None:
     """vLLM limits the rank of adapters, unless they are merged into the weights."""
     model, name = cfg.actor_rollout_ref.model, cfg.actor_rollout_ref.rollout.name
     if name != "vllm" or model.lora.merge or model.lora_rank <= LARGEST_RANK:
@@ -133,14 +133,14 @@ def vllm_takes_adapters_of_this_rank(cfg: RunConfig) -> Problem | None:
     return Problem("actor_rollout_ref.model.lora_rank", what, "set actor_rollout_ref.model.lora.merge=True")
 
 
-def staleness_bounds_something(cfg: RunConfig) -> Problem | None:
+def max_staleness_has_an_effect(cfg: RunConfig) -> Problem | None:
     """A bound as large as the number of steps has no effect."""
     steps = cfg.trainer.total_training_steps
     return None if steps is None else staleness_problem(cfg, steps)
 
 
 def staleness_problem(cfg: RunConfig, steps: int) -> Problem | None:
-    """Return the problem of `staleness_bounds_something` for a known number of steps."""
+    """Return the problem of `max_staleness_has_an_effect` for a known number of steps."""
     max_staleness = cfg.actor_rollout_ref.rollout.max_staleness
     if cfg.trainer.async_mode != "fully_async" or max_staleness == 1 or max_staleness < steps:
         return None
@@ -148,7 +148,7 @@ def staleness_problem(cfg: RunConfig, steps: int) -> Problem | None:
     return Problem(f"{ROLLOUT}.max_staleness", what, f"set it below {max(steps, 2)}, or train for more steps")
 
 
-def sampling_ahead_has_devices_of_its_own(cfg: RunConfig) -> Problem | None:
+def async_sampling_has_separate_devices(cfg: RunConfig) -> Problem | None:
     """A rank does one thing at a time, so servers or other ranks must sample while it trains."""
     mode = cfg.trainer.async_mode
     if mode == "off" or device_count(cfg) == 1 or misplaced(cfg):
@@ -167,7 +167,7 @@ def sampling_ahead_has_devices_of_its_own(cfg: RunConfig) -> Problem | None:
     return None
 
 
-def partial_responses_are_sampled_here(cfg: RunConfig) -> Problem | None:
+def partial_rollout_is_supported(cfg: RunConfig) -> Problem | None:
     """Ranks cannot change weights while they sample."""
     mode, rollout = cfg.trainer.async_mode, cfg.actor_rollout_ref.rollout
     if mode != "fully_async" or not rollout.partial_rollout or device_count(cfg) == 1 or rollout.name in SERVERS:
@@ -176,7 +176,7 @@ def partial_responses_are_sampled_here(cfg: RunConfig) -> Problem | None:
     return Problem(f"{ROLLOUT}.partial_rollout", what, f"leave it out, or set {ROLLOUT}.name=vllm")
 
 
-def greedy_validation_answers_once(cfg: RunConfig) -> Problem | None:
+def greedy_validation_samples_once(cfg: RunConfig) -> Problem | None:
     """Greedy responses to the same prompt are identical."""
     sampling = cfg.actor_rollout_ref.rollout.val_kwargs
     if sampling.n == 1 or sampling.temperature > 0:
@@ -190,17 +190,17 @@ SAMPLING_RULES: tuple[Rule, ...] = (
     same(f"{ROLLOUT}.prompt_length", "data.max_prompt_length"),
     same(f"{ROLLOUT}.response_length", "data.max_response_length"),
     longest_prompt_leaves_room,
-    servers_tell_what_they_kept,
+    servers_can_report_kept_tokens,
     servers_can_sleep,
-    servers_are_where_they_are_looked_for,
-    servers_sample_where_their_addresses_are,
-    servers_are_named_once,
-    weights_of_several_devices_pass_through_the_host,
-    servers_divide_the_devices,
-    vllm_starts,
-    vllm_takes_adapters_of_this_rank,
-    staleness_bounds_something,
-    sampling_ahead_has_devices_of_its_own,
-    partial_responses_are_sampled_here,
-    greedy_validation_answers_once,
+    server_addresses_are_not_overridden,
+    server_urls_need_a_server_engine,
+    server_urls_are_unique,
+    nccl_transfer_needs_one_device,
+    tensor_parallel_size_divides_devices,
+    vllm_accepts_batch_limits,
+    vllm_supports_lora_rank,
+    max_staleness_has_an_effect,
+    async_sampling_has_separate_devices,
+    partial_rollout_is_supported,
+    greedy_validation_samples_once,
 )

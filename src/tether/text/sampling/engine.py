@@ -36,7 +36,7 @@ from tether.text.models.layers import context_length, use_tether_attention
 from tether.text.sampling.decoder import Decoder, ReplayedDecoder, decoder_for
 from tether.text.sampling.expert_recorder import ExpertRecorder
 from tether.text.sampling.generation import Forward, Generation, max_row_length
-from tether.text.sampling.kv_cache import KeptPrefixes
+from tether.text.sampling.kv_cache import PrefixCache
 from tether.text.sampling.protocol import (
     FinishedResponse,
     NoiseKey,
@@ -83,7 +83,7 @@ class NativeEngine:
             max_num_seqs: maximum number of responses decoded at a time, and slots of the KV cache.
             max_num_batched_tokens: maximum number of prompt tokens in one prefill; a single longer prompt still runs.
             max_kept_tokens: maximum number of tokens whose cache is kept for rows that wait for a responder, and in
-                `keeping_prefixes`; other rows are prefilled again.
+                `caching_prefixes`; other rows are prefilled again.
             dtype: dtype of generation; None: that of the model.
         """
         use_tether_attention(model)
@@ -100,7 +100,7 @@ class NativeEngine:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_kept_tokens = max_kept_tokens
-        self._prefixes: KeptPrefixes | None = None
+        self._prefixes: PrefixCache | None = None
 
     @property
     def context(self) -> int | None:
@@ -120,9 +120,9 @@ class NativeEngine:
             self._prefixes.clear()
 
     @contextmanager
-    def keeping_prefixes(self) -> Iterator[KeptPrefixes]:
+    def caching_prefixes(self) -> Iterator[PrefixCache]:
         """Within this context, keep the caches of finished rows for prompts of later calls that continue them."""
-        self._prefixes = KeptPrefixes(self._max_kept_tokens)
+        self._prefixes = PrefixCache(self._max_kept_tokens)
         try:
             yield self._prefixes
         finally:

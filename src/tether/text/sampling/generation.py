@@ -26,7 +26,7 @@ from tether.keyed_random import uniform
 from tether.text.models.truncation_record import KeptRecorder
 from tether.text.sampling.decoder import RepeatedStep, ReplayedDecoder
 from tether.text.sampling.expert_recorder import ExpertRecorder
-from tether.text.sampling.kv_cache import Continue, Decode, KeptPrefixes, KVCache, Prefill, Prefix, length_of
+from tether.text.sampling.kv_cache import Continue, Decode, KVCache, Prefill, Prefix, PrefixCache, length_of
 from tether.text.sampling.protocol import FinishedResponse, NoiseKey, Responder, RolloutProgress, SamplingParams
 
 
@@ -121,7 +121,7 @@ class _Outcome(NamedTuple):
 
     ended: Tensor
     """[M] bool, whether the row's turn ends with the token."""
-    by_itself: Tensor
+    by_stop_token: Tensor
     """[M] bool, whether the token is a stop token."""
     broken: Tensor
     """[M] bool, whether the logits gave no distribution."""
@@ -148,7 +148,7 @@ class Generation:
         responder: Responder | None,
         version: int,
         recorder: ExpertRecorder | None = None,
-        prefixes: KeptPrefixes | None = None,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         self._experts, self._prefixes = recorder, prefixes
         self._forward, self._prompts, self._sampling, self._key = forward, prompts, sampling, key
@@ -428,13 +428,14 @@ class Generation:
         position += is_real
 
         broken = ~torch.isfinite(log_prob) & is_real
-        by_itself = (token[:, None] == self._eos).any(dim=-1)  # torch.isin may sort, which synchronises with the device
-        ended = by_itself | (count == self._sampling.max_new_tokens)
+        # torch.isin may sort, which synchronises with the device.
+        by_stop_token = (token[:, None] == self._eos).any(dim=-1)
+        ended = by_stop_token | (count == self._sampling.max_new_tokens)
         if self._sampling.max_length is not None:
             ended |= position + 1 == self._sampling.max_length
         ended &= is_real
         state = torch.stack([(ended | broken).any(), (position * ~ended).max() + 1])
-        return _Outcome(ended, by_itself, broken, state)
+        return _Outcome(ended, by_stop_token, broken, state)
 
     def _accept(self, slots: slice, outcome: _Outcome) -> None:
         """Release those of these active slots whose turn ended."""
@@ -443,17 +444,17 @@ class Generation:
         size = slots.stop - slots.start
         self._num_tokens += size
         if has_ended:
-            ended, by_itself, broken = (x[:size] for x in (outcome.ended, outcome.by_itself, outcome.broken))
+            ended, by_stop_token, broken = (x[:size] for x in (outcome.ended, outcome.by_stop_token, outcome.broken))
             if broken.any():
                 self._raise_not_finite(int(self._row[slots][broken][0]))
-            self._release(slots.start + ended.nonzero().flatten(), by_itself[ended])
+            self._release(slots.start + ended.nonzero().flatten(), by_stop_token[ended])
 
-    def _release(self, slots: Tensor, by_itself: Tensor) -> None:
+    def _release(self, slots: Tensor, by_stop_token: Tensor) -> None:
         """Release rows whose turn ended, by a stop token or a limit, and move the last remaining rows into the gaps."""
-        columns = (slots, self._row[slots], self._count[slots], self._position[slots], by_itself)
-        for slot, row, length, position, ended_itself in zip(*(column.tolist() for column in columns), strict=True):
+        columns = (slots, self._row[slots], self._count[slots], self._position[slots], by_stop_token)
+        for slot, row, length, position, stopped in zip(*(column.tolist() for column in columns), strict=True):
             self._lengths[row] = length
-            if self._responder is None or not ended_itself:
+            if self._responder is None or not stopped:
                 self._keep_prefix(slot, row, position)
                 self._finish(row)
             else:

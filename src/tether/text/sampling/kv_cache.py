@@ -34,7 +34,7 @@ def length_of(prefix: Prefix) -> int:
     return next(iter(prefix.values()))[0].shape[1]
 
 
-class KeptPrefixes:
+class PrefixCache:
     """Caches of finished rows, for later prompts that continue them.
 
     Each is used once, by the first prompt that continues it.

@@ -38,24 +38,24 @@ from tether.text.servers import InferenceServer, Launch, SamplingServer, ServedE
 from tether.text.servers.hosted import HostedServer, host_server
 from tether.text.servers.kind import ServerKind, ServerStart
 from tether.text.servers.vllm_kind import KIND as VLLM
-from tether.text.sources import Sources
+from tether.text.sources import ModelSpecs
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
 @dataclass(frozen=True)
-class PolicyCard:
+class PolicyInfo:
     """Facts about a policy that servers need; the policy itself may be sharded over other processes."""
 
     config: PreTrainedConfig
     generation_config: GenerationConfig | None
     eos_token_ids: frozenset[int]
-    second_names: frozenset[str]
+    tied_names: frozenset[str]
     """Names of tied weights, which share memory with an earlier one."""
 
     @classmethod
-    def of(cls, policy: PreTrainedModel) -> PolicyCard:
-        """Return the card of a model, with or without weights."""
+    def of(cls, policy: PreTrainedModel) -> PolicyInfo:
+        """Return the facts about a model, with or without weights."""
         seen: set[int] = set()
         names = set()
         for name, value in policy.state_dict(keep_vars=True).items():
@@ -66,8 +66,8 @@ class PolicyCard:
         ends = eos_token_ids(policy)
         return cls(policy.config, policy.generation_config, ends, frozenset(names))
 
-    def read(self) -> PolicyCard:
-        """Return the card itself, for a call from another process."""
+    def read(self) -> PolicyInfo:
+        """Return this object, for a call from another process."""
         return self
 
     @property
@@ -102,8 +102,8 @@ def build_servers(
     settings: ActorRolloutRefConfig,
     trainer: TrainerConfig,
     actor: AnyLearner,
-    policy: PolicyCard,
-    sources: Sources,
+    policy: PolicyInfo,
+    model_specs: ModelSpecs,
     sampling: SamplingParams,
     logs: Path,
     resources: ExitStack,
@@ -115,8 +115,8 @@ def build_servers(
         settings: section of the policy.
         trainer: section of the trainer.
         actor: the learner whose weights the servers receive, and with which they are compared.
-        policy: card of its model.
-        sources: location of its files, and the training device.
+        policy: facts about its model.
+        model_specs: location of its files, and the training device.
         sampling: sampling parameters of training responses.
         logs: folder for the output of servers.
         resources: closes the servers.
@@ -130,20 +130,20 @@ def build_servers(
     api = _server_api(settings, policy.config)
     servers: Sequence[SamplingServer]
     if hosts is None:
-        where = theirs or _launches(settings, trainer.n_gpus_per_node, policy, sources, logs / rollout.name)
+        where = theirs or _launches(settings, trainer.n_gpus_per_node, policy, model_specs, logs / rollout.name)
         servers = [InferenceServer(api, one, rollout.server_timeout) for one in where]
     else:
-        servers = _hosted_servers(settings, hosts, api, policy, sources, logs / rollout.name)
+        servers = _hosted_servers(settings, hosts, api, policy, model_specs, logs / rollout.name)
     traffic = Traffic(
         dtype=DTYPES[rollout.dtype],
         bucket=rollout.update_weights_bucket_megabytes << 20,
-        skipped=policy.second_names,
+        skipped=policy.tied_names,
         max_num_seqs=rollout.max_num_seqs,
         sleeps=rollout.free_cache_engine and in_turns and (hosts is None or hosts.train),
         lora_scale=model.lora_alpha / max(model.lora_rank, 1),
         adapters=kind_of(rollout.name).sends_adapters(settings),
-        layers_are_there=not theirs and _load_format(rollout) != "dummy",
-        holds_weights=not in_turns,
+        has_base_layers=not theirs and _load_format(rollout) != "dummy",
+        restores_last_weights=not in_turns,
     )
     engine = ServedEngine(
         servers,
@@ -166,7 +166,7 @@ def build_servers(
     return ParityProbe(engine, log_probs, every=every, tolerance=tolerance, sampling=sampling)
 
 
-def look_at_servers(settings: ActorRolloutRefConfig, model: Path | str, device: torch.device) -> None:
+def check_external_servers(settings: ActorRolloutRefConfig, model: Path | str, device: torch.device) -> None:
     """Check external servers that already run, before anything is loaded; the run waits for the others later.
 
     Raises:
@@ -255,7 +255,7 @@ def kind_of(name: str) -> ServerKind:
 
 
 def _launches(
-    settings: ActorRolloutRefConfig, ranks: int, policy: PolicyCard, sources: Sources, logs: Path
+    settings: ActorRolloutRefConfig, ranks: int, policy: PolicyInfo, model_specs: ModelSpecs, logs: Path
 ) -> list[Launch]:
     """Return the commands of the servers on this machine: one on a CPU, or as many as fit on its first GPUs.
 
@@ -265,7 +265,7 @@ def _launches(
     rollout = settings.rollout
     split = rollout.tensor_model_parallel_size
     slots = [_Slot(rollout.name, _on_cores(rollout.name, split))]
-    if sources.device.type == "cuda":
+    if model_specs.device.type == "cuda":
         _check_split(split, ranks)
         names = cuda_names(ranks)
         slots = [
@@ -273,15 +273,15 @@ def _launches(
             for first in range(0, ranks, split)
             if (devices := names[first : first + split])
         ]
-    return [launch for _, launch in _launched(settings, slots, policy, sources, logs)]
+    return [launch for _, launch in _launched(settings, slots, policy, model_specs, logs)]
 
 
 def _hosted_servers(
     settings: ActorRolloutRefConfig,
     hosts: SamplingRanks,
     api: ServerApi,
-    policy: PolicyCard,
-    sources: Sources,
+    policy: PolicyInfo,
+    model_specs: ModelSpecs,
     logs: Path,
 ) -> list[HostedServer]:
     """Return servers next to ranks: one on each node with a CPU, or as many as fit on the ranks' GPUs.
@@ -298,7 +298,7 @@ def _hosted_servers(
         ranks_by_node.setdefault(processes[rank].node, []).append(rank)
     slots = []
     for ranks in ranks_by_node.values():
-        if sources.device.type != "cuda":
+        if model_specs.device.type != "cuda":
             slots.append(_Slot(f"{rollout.name}-{ranks[0]}", _on_cores(rollout.name, split), ranks[0]))
             continue
         _check_split(split, len(ranks))
@@ -306,7 +306,7 @@ def _hosted_servers(
             devices = ",".join(processes[rank].devices for rank in ranks[first : first + split])
             slots.append(_Slot(f"{rollout.name}-{ranks[first]}", {"CUDA_VISIBLE_DEVICES": devices}, ranks[first]))
     servers = []
-    for slot, launch in _launched(settings, slots, policy, sources, logs):
+    for slot, launch in _launched(settings, slots, policy, model_specs, logs):
         arguments = (api, launch, timeout, processes[slot.rank].host)
         companion = hosts.group.companion(slot.rank, rollout.max_num_seqs, host_server, *arguments)
         servers.append(HostedServer(api, companion, slot.name, timeout))
@@ -321,7 +321,7 @@ def _check_split(split: int, devices: int) -> None:
 
 
 def _launched(
-    settings: ActorRolloutRefConfig, slots: Sequence[_Slot], policy: PolicyCard, sources: Sources, logs: Path
+    settings: ActorRolloutRefConfig, slots: Sequence[_Slot], policy: PolicyInfo, model_specs: ModelSpecs, logs: Path
 ) -> list[tuple[_Slot, Launch]]:
     """Return the command of the server of each slot, and write the files that the servers read.
 
@@ -335,8 +335,8 @@ def _launched(
     if policy.generation_config is not None:
         policy.generation_config.save_pretrained(described)
     if _load_format(rollout) != "dummy":
-        _link_files(sources.model_path, described)
-    on_gpu = sources.device.type == "cuda"
+        _link_files(model_specs.model_path, described)
+    on_gpu = model_specs.device.type == "cuda"
     longest = _longest(rollout, policy.config)
     start = ServerStart(str(described.absolute()), _load_format(rollout), longest, on_gpu=on_gpu)
     options = kind.options(settings, start)

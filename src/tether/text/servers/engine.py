@@ -107,7 +107,7 @@ class ServedEngine:
         """Load weights into the servers, none of which is sampling."""
         self._newer = None
         self._version = weights.version
-        self._loaded = weights if self._traffic.holds_weights else None
+        self._loaded = weights if self._traffic.restores_last_weights else None
         self._run = self._run or uuid.uuid4().hex[:8]
         self._pushes += 1
         self._name = f"{self._run}-{self._pushes}"

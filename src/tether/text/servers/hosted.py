@@ -167,8 +167,8 @@ class ServerHost(InferenceServer):
     _update: Future[None] | None = field(default=None, init=False)
 
     def start(self) -> None:
-        assert isinstance(self.where, Launch)
-        self.where.check_node(self.node, self.api.title)
+        assert isinstance(self.launch_or_url, Launch)
+        self.launch_or_url.check_node(self.node, self.api.title)
         try:
             super().start()
         except OSError as error:  # for example, no port is free

@@ -32,9 +32,9 @@ class Traffic:
     """Scale of the adapters when they are merged into the layers for sending."""
     adapters: bool = False
     """Whether layers are sent once without their adapters, and then only the adapters after each update."""
-    layers_are_there: bool = False
+    has_base_layers: bool = False
     """Whether servers start with the layers below the adapters, so that these are not sent."""
-    holds_weights: bool = False
+    restores_last_weights: bool = False
     """Whether a restarted server gets the weights that were loaded last, because training may be changing the current
     ones."""
 

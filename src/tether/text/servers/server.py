@@ -42,7 +42,7 @@ class InferenceServer(SamplingServer):
     """One server, with the name of its weights."""
 
     api: ServerApi
-    where: Launch | str
+    launch_or_url: Launch | str
     """Settings for launching it, or the address of an external server."""
     timeout: float
     """Seconds for its start, and for loading weights."""
@@ -54,7 +54,7 @@ class InferenceServer(SamplingServer):
     """Name of its node, for messages; empty: this machine."""
     http: Connections = field(init=False)
     _process: SupervisedProcess | None = field(default=None, init=False)
-    _was_up: bool = field(default=False, init=False)
+    _was_ready: bool = field(default=False, init=False)
     is_new: bool = field(default=True, init=False)
     """Whether it has received no weights since it started."""
     _claim: Claim | None = field(default=None, init=False)
@@ -65,7 +65,7 @@ class InferenceServer(SamplingServer):
 
     def __post_init__(self) -> None:
         self.token_timeout = min(self.token_timeout, self.timeout)
-        self.http = Connections(self.where if isinstance(self.where, str) else "http://127.0.0.1:0")
+        self.http = Connections(self.launch_or_url if isinstance(self.launch_or_url, str) else "http://127.0.0.1:0")
 
     @property
     def _quick_timeout(self) -> float:
@@ -77,12 +77,12 @@ class InferenceServer(SamplingServer):
         return self.http.url
 
     def start(self) -> None:
-        if isinstance(self.where, Launch) and self._process is None:
-            port, log = _free_port(), self.where.log
+        if isinstance(self.launch_or_url, Launch) and self._process is None:
+            port, log = _free_port(), self.launch_or_url.log
             self._log_offset = log.stat().st_size if log.exists() else 0
             self.http = Connections(f"http://127.0.0.1:{port}", self.node)
-            self.weights, self._was_up, self.is_new = None, False, True
-            where = self.where
+            self.weights, self._was_ready, self.is_new = None, False, True
+            where = self.launch_or_url
             self._process = start_program(where.command(port), log, where.environment, where.socket_folder)
 
     def wait_ready(self) -> None:
@@ -93,7 +93,7 @@ class InferenceServer(SamplingServer):
         while (error := self._request_error("/health")) is not None:
             if isinstance(error, ServerRefuses | NoSuchHost):
                 raise ValueError(f"{error}. {unusable}")
-            if self._was_up:
+            if self._was_ready:
                 raise ServerGone(f"{self.url}: the server no longer responds")
             if self._process is not None and self._process.has_ended():
                 how = self._process.close()
@@ -117,8 +117,8 @@ class InferenceServer(SamplingServer):
                 next_log += LOG_EVERY_SECONDS
             give_up_if_interrupted(started, f"the {title} server did not start")
             time.sleep(0.1)
-        if not self._was_up:
-            if isinstance(self.where, str) and self._claim is None:
+        if not self._was_ready:
+            if isinstance(self.launch_or_url, str) and self._claim is None:
                 self._claim = Claim(self.http)
             try:
                 self.api.check(self.http, self.timeout)
@@ -127,7 +127,7 @@ class InferenceServer(SamplingServer):
             except (TypeError, KeyError, IndexError, AttributeError) as error:  # an unexpected response
                 what = f"a response that is not {title}'s ({type(error).__name__}: {error})"
                 raise ValueError(f"{self.url}: returned {what}. {unusable}") from error
-        self._was_up = True
+        self._was_ready = True
 
     def is_healthy(self) -> bool:
         return self._responds("/health")
@@ -144,9 +144,9 @@ class InferenceServer(SamplingServer):
         return None
 
     def _log_waiting(self, seconds: float, error: Exception) -> None:
-        if isinstance(self.where, Launch):
+        if isinstance(self.launch_or_url, Launch):
             what = "%s starts (%.0f of at most %g seconds); it writes to %s"
-            _log.warning(what, self.api.title, seconds, self.timeout, self.where.log)
+            _log.warning(what, self.api.title, seconds, self.timeout, self.launch_or_url.log)
         else:
             _log.warning("%s; the run waits up to %g seconds for the server", error, self.timeout)
 
@@ -210,7 +210,7 @@ class InferenceServer(SamplingServer):
             return
         adapters: dict[str, Tensor] = {}
         layers = without_adapters(tensors, adapters)
-        has_layers = traffic.layers_are_there and self.is_new
+        has_layers = traffic.has_base_layers and self.is_new
         if has_layers or self.has_weights_of(update.run):  # the layers are those of this run, which do not change
             for _ in layers:
                 pass
@@ -321,7 +321,7 @@ class InferenceServer(SamplingServer):
             return None
 
     def sleep(self) -> None:
-        if isinstance(self.where, Launch):
+        if isinstance(self.launch_or_url, Launch):
             try:
                 self.api.sleep(self.http, self.timeout)
             except ServerRefuses as error:
@@ -331,7 +331,7 @@ class InferenceServer(SamplingServer):
                 ) from None
 
     def wake(self) -> None:
-        if isinstance(self.where, Launch) and self._responds(self.api.health_asleep):
+        if isinstance(self.launch_or_url, Launch) and self._responds(self.api.health_asleep):
             self.api.wake(self.http, self.timeout)
 
     def restart(self) -> None:
@@ -343,7 +343,7 @@ class InferenceServer(SamplingServer):
         if self._claim is not None:
             self._claim.close()
             self._claim = None
-        self.weights, self._was_up = None, False
+        self.weights, self._was_ready = None, False
         self._staging.close()
         if self._process is not None:
             self._process.close()
@@ -351,21 +351,21 @@ class InferenceServer(SamplingServer):
 
     def _why_late(self) -> list[str]:
         """Return advice for messages about a launched server that is still starting."""
-        if isinstance(self.where, str):
+        if isinstance(self.launch_or_url, str):
             return []
         longer = "a larger actor_rollout_ref.rollout.server_timeout"
-        if self.where.options.get(self.where.eager):
+        if self.launch_or_url.options.get(self.launch_or_url.eager):
             return [f"Its process was still at work. Set {longer}"]
         why = "its first start compiles, which takes a busy CPU many minutes"
         return [f"Its process was still at work: {why}. Set actor_rollout_ref.rollout.enforce_eager=True, or {longer}"]
 
     def explained(self, error: Exception) -> str:
-        if isinstance(self.where, str):
+        if isinstance(self.launch_or_url, str):
             return str(error)
-        return ". ".join([str(error), *self._first_error(), f"Its log: {self.where.log}"])
+        return ". ".join([str(error), *self._first_error(), f"Its log: {self.launch_or_url.log}"])
 
     def next_step(self) -> str:
-        if isinstance(self.where, Launch):
+        if isinstance(self.launch_or_url, Launch):
             return "The server is restarted"
         if self.is_healthy():
             return "It still responds, and its weights are loaded again. Restart it if this continues"
@@ -379,18 +379,18 @@ class InferenceServer(SamplingServer):
         return [f"Its first error: {error[:600]}" for error in islice(errors, 1)]
 
     def _log_summary(self) -> str:
-        if isinstance(self.where, str):
+        if isinstance(self.launch_or_url, str):
             return "Start it, or remove its address from actor_rollout_ref.rollout.server_urls"
         first = self._first_error()
-        return "\n".join([*first, f"{self.where.log} ends with:", *self._end_of_log()[-4 if first else -12 :]])
+        return "\n".join([*first, f"{self.launch_or_url.log} ends with:", *self._end_of_log()[-4 if first else -12 :]])
 
     def _end_of_log(self) -> list[str]:
         return [line[:300] for line in self._log() if line.strip()][-12:]
 
     def _log(self) -> list[str]:
-        if isinstance(self.where, str) or not self.where.log.exists():
+        if isinstance(self.launch_or_url, str) or not self.launch_or_url.log.exists():
             return []
-        with self.where.log.open(errors="replace") as file:
+        with self.launch_or_url.log.open(errors="replace") as file:
             file.seek(self._log_offset)
             return file.read().splitlines()
 

@@ -33,7 +33,7 @@ def agents_are_known(cfg: RunConfig) -> Problem | None:
     return None
 
 
-def programs_play(cfg: RunConfig) -> Problem | None:
+def endpoint_programs_are_configured(cfg: RunConfig) -> Problem | None:
     """An endpoint needs a program, which plays the conversations; nothing else may reply to its rows or score them."""
     rollout, reward = cfg.actor_rollout_ref.rollout, cfg.reward_model
     endpoint, agent = f"{ROLLOUT}.agent.endpoint", f"{ROLLOUT}.agent.default_agent_loop={ENDPOINT}"
@@ -63,12 +63,12 @@ def programs_play(cfg: RunConfig) -> Problem | None:
     return None
 
 
-def turns_end(cfg: RunConfig) -> Problem | None:
+def turns_can_end(cfg: RunConfig) -> Problem | None:
     """The policy must be able to end a turn by an end-of-sequence token."""
     rollout = cfg.actor_rollout_ref.rollout
     if not rollout.ignore_eos or not (rollout.multi_turn.enable or rollout.agent.plays_endpoint):
         return None
-    what = f"True lets no turn end, and {_asks_for_turns(cfg)} asks for several"
+    what = f"True lets no turn end, and {_multi_turn_setting(cfg)} asks for several"
     return Problem(f"{ROLLOUT}.ignore_eos", what, f"leave {ROLLOUT}.ignore_eos out")
 
 
@@ -77,11 +77,11 @@ def ranks_sample_one_turn(cfg: RunConfig) -> Problem | None:
     rollout, devices = cfg.actor_rollout_ref.rollout, device_count(cfg)
     if devices == 1 or rollout.name in SERVERS or not (rollout.multi_turn.enable or rollout.agent.plays_endpoint):
         return None
-    what = f"{rollout.name} samples conversations ({_asks_for_turns(cfg)}) on one device, not on {devices}"
+    what = f"{rollout.name} samples conversations ({_multi_turn_setting(cfg)}) on one device, not on {devices}"
     return Problem(f"{ROLLOUT}.name", what, f"set it to vllm or sglang, or {_devices_key(cfg)}=1")
 
 
-def _asks_for_turns(cfg: RunConfig) -> str:
+def _multi_turn_setting(cfg: RunConfig) -> str:
     agent = f"{ROLLOUT}.agent.default_agent_loop={ENDPOINT}"
     return agent if cfg.actor_rollout_ref.rollout.agent.plays_endpoint else f"{ROLLOUT}.multi_turn.enable=True"
 
@@ -92,11 +92,11 @@ def _devices_key(cfg: RunConfig) -> str:
 
 TURN_RULES: tuple[Rule, ...] = (
     agents_are_known,
-    programs_play,
+    endpoint_programs_are_configured,
     needs(f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.enable"),
     needs(f"{ROLLOUT}.agent.agent_loop_config_path", f"{ROLLOUT}.multi_turn.enable"),
     needs(f"{ROLLOUT}.multi_turn.function_tool_path", f"{ROLLOUT}.multi_turn.enable"),
     needs(f"{ROLLOUT}.multi_turn.interaction_config_path", f"{ROLLOUT}.multi_turn.enable"),
-    turns_end,
+    turns_can_end,
     ranks_sample_one_turn,
 )

@@ -73,12 +73,12 @@ class TurnTemplate:
         Raises:
             ValueError: the template refuses the messages.
         """
-        if not self._control.inside([message for message in messages if message["role"] != "assistant"]):
+        if not self._control.find_in([message for message in messages if message["role"] != "assistant"]):
             return self._ids(messages)
-        broken, mark = self._control.broken(messages)
-        pairs = zip(messages, broken, strict=True)
+        marked, mark = self._control.insert_marks(messages)
+        pairs = zip(messages, marked, strict=True)
         text = self._write([old if old["role"] == "assistant" else new for old, new in pairs])
-        ids: list[int] = self._control.tokenize_broken(text, mark).tolist()
+        ids: list[int] = self._control.tokenize_marked(text, mark).tolist()
         return ids
 
     def turn_end(self, role: str, calls: Sequence[JsonObject] = ()) -> int:
@@ -205,9 +205,9 @@ class TurnTemplate:
     ) -> list[int]:
         """Return the ids that the template writes after the text of the policy's last turn."""
         *before, replies = turns
-        broken_by = ""
-        if self._control.inside(replies):
-            replies, broken_by = self._control.broken(replies)
+        reply_mark = ""
+        if self._control.find_in(replies):
+            replies, reply_mark = self._control.insert_marks(replies)
         turns, mark = [*before, replies], "TURN"
         template = self._chat_template or str(self._tokenizer.chat_template)
         texts = [template, *(str(message) for messages in (prompt, *turns) for message in messages)]
@@ -220,7 +220,7 @@ class TurnTemplate:
         if not separator:
             raise ValueError(f"{_KEY}: the chat template omits the assistant's messages (data.chat_template)")
         by_text = (
-            self._control.tokenize_broken(after, broken_by) if broken_by else tokenize([after], self._tokenizer)[0]
+            self._control.tokenize_marked(after, reply_mark) if reply_mark else tokenize([after], self._tokenizer)[0]
         )
         ids: list[int] = by_text.tolist()
         if calls and calls[-1]:  # the mark is inside the arguments of the last call, which the template closes

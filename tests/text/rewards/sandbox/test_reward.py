@@ -369,11 +369,11 @@ def test_only_the_first_tests_count():
 
 @pytest.fixture
 def nothing_installed(monkeypatch, tmp_path):
-    bubblewrap.obstacle.cache_clear()
+    bubblewrap.confinement_problem.cache_clear()
     monkeypatch.setattr(bubblewrap, "PATH", str(tmp_path))
     monkeypatch.setattr(bubblewrap, "plain_user", dict)
     yield
-    bubblewrap.obstacle.cache_clear()
+    bubblewrap.confinement_problem.cache_clear()
 
 
 @needs_prlimit
@@ -428,14 +428,14 @@ def test_what_programs_need_is_found_before_anything_is_loaded(tmp_path, monkeyp
         config = load_config(None, [*data, f"actor_rollout_ref.model.path={tmp_path}", *arguments[1:]]).config
         return [str(problem) for problem in missing_inputs(config, ("data.", "reward_model."))]
 
-    monkeypatch.setattr(bubblewrap, "why_not", lambda: None)
+    monkeypatch.setattr(bubblewrap, "confinement_advice", lambda: None)
     assert problems(truths[:1]) == []
     (unknown,) = problems(truths[:1], "reward_model.sandbox.languages=[rust]")
     assert unknown.startswith("reward_model.sandbox: languages: rust is not one of python")
     (problems_found,) = problems(truths)
     assert "row 1: ground_truth is not valid JSON" in problems_found
     assert "(1 more of these rows have problems)" in problems_found
-    monkeypatch.setattr(bubblewrap, "why_not", lambda: "no namespaces here")
+    monkeypatch.setattr(bubblewrap, "confinement_advice", lambda: "no namespaces here")
     assert problems(truths[:1]) == ["reward_model.sandbox: no namespaces here."]
 
 

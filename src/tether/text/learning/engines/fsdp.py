@@ -36,7 +36,7 @@ from tether.text.learning.engines.ranks import RanksEngine
 from tether.text.learning.engines.shares import writers
 from tether.text.learning.packing import MicroBatching, MiniBatch
 from tether.text.models.lazy_weights import allocate_weights, read_rows, sources_of
-from tether.text.models.packing_check import compare_packing, is_finite, refuse_broken
+from tether.text.models.packing_check import compare_packing, is_finite, refuse_non_finite
 from tether.text.models.ulysses import SequenceRanks
 from tether.types import StateDict
 
@@ -56,9 +56,9 @@ class Sharding:
     one."""
     on_host: bool = False
     """Whether weights, gradients and optimizer state are in CPU memory, where the optimizer runs."""
-    weights_rest_on_host: bool = False
+    offload_weights: bool = False
     """Whether weights are moved to the CPU while the model does not run."""
-    optimizer_rests_on_host: bool = False
+    offload_optimizer: bool = False
     """Whether optimizer state is moved to the CPU between updates."""
 
 
@@ -92,7 +92,7 @@ class FsdpEngine(RanksEngine[Outputs]):
         self._writing = Writing()
         self._compute_dtype = compute_dtype or model.dtype
         self.sharding, self._device = sharding, model.device
-        self.speakers = range(0, dist.get_world_size(), sharding.sequence)
+        self.output_ranks = range(0, dist.get_world_size(), sharding.sequence)
         self._sequence = _sequence_ranks(model.device, sharding.sequence)
         sources = sources_of(model)
         self._root = _shard_model(model, device_mesh(model.device, sharding.shards), self._compute_dtype, sharding)
@@ -106,17 +106,17 @@ class FsdpEngine(RanksEngine[Outputs]):
         """Check the weights as `prepare_for_packing` does; this was not possible before they were loaded."""
         shards = [(name, _local_tensor(parameter)) for name, parameter in self.model.named_parameters()]
         broken = from_all([name for name, shard in shards if not is_finite(shard)])
-        refuse_broken(self.model, sorted(set(chain.from_iterable(broken))))
+        refuse_non_finite(self.model, sorted(set(chain.from_iterable(broken))))
         with torch.no_grad(), self._weights_on_device():
             self._root(lambda: compare_packing(self.model, self._compute_dtype))
             self._reshard()
 
-    def frozen(self, micro: MicroBatching, during: Callable[[PreTrainedModel], Any]) -> FsdpEngine[Outputs]:
+    def frozen(self, micro: MicroBatching, inference_context: Callable[[PreTrainedModel], Any]) -> FsdpEngine[Outputs]:
         """Return an engine with the same weights that is not trained: with LoRA the reference is the policy without its
         adapter."""
         twin = copy.copy(self)
         twin.micro = twin.infer_micro = micro
-        twin.optimizer, twin.reference, twin._during = None, None, during
+        twin.optimizer, twin.reference, twin._inference_context = None, None, inference_context
         return twin
 
     def infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs]) -> Outputs:
@@ -133,7 +133,7 @@ class FsdpEngine(RanksEngine[Outputs]):
     ) -> Updated[Outputs]:
         assert self.optimizer
         with self._weights_on_device():
-            rests = self.sharding.optimizer_rests_on_host and not self.sharding.on_host
+            rests = self.sharding.offload_optimizer and not self.sharding.on_host
             if rests:
                 move_state(self.optimizer, self._device)
             updated = super().learn(batch, loss, plan, minis, step)
@@ -144,7 +144,7 @@ class FsdpEngine(RanksEngine[Outputs]):
     @contextmanager
     def _weights_on_device(self) -> Iterator[None]:
         """Move the weights to the rank's device within the context, if they are stored on the CPU."""
-        rests = self.sharding.weights_rest_on_host and not self.sharding.on_host
+        rests = self.sharding.offload_weights and not self.sharding.on_host
         if rests:
             self._root.to(self._device)
         yield
@@ -175,8 +175,8 @@ class FsdpEngine(RanksEngine[Outputs]):
             with_state: whether to save the training state, too.
         """
         assert self._save, "a frozen model is not saved"
-        save, model = self._save, self._my_model()
-        state, moments = self._my_state() if with_state else ({}, {})
+        save, model = self._save, self._model_to_write()
+        state, moments = self._state_to_write() if with_state else ({}, {})
 
         def write() -> None:
             save(model, share / name)
@@ -189,7 +189,7 @@ class FsdpEngine(RanksEngine[Outputs]):
     def writing(self) -> tuple[bool, BaseException | None]:
         return self._writing.answer()
 
-    def _my_model(self) -> PreTrainedModel:
+    def _model_to_write(self) -> PreTrainedModel:
         """Copy the weights that this rank writes to the CPU; all others are on the meta device.
 
         Rank 0 has all adapters, because it also writes them separately.
@@ -202,7 +202,7 @@ class FsdpEngine(RanksEngine[Outputs]):
             weights.append(to_cpu(tensor) if mine else tensor.to("meta"))
         return with_weights(self._empty, weights)
 
-    def _my_state(self) -> tuple[StateDict, dict[int, dict[str, Tensor]]]:
+    def _state_to_write(self) -> tuple[StateDict, dict[int, dict[str, Tensor]]]:
         """Return all training state except the moments, and the moments of the weights that this rank writes."""
         assert self.optimizer
         state, rank = self.optimizer.state_dict(), dist.get_rank()

@@ -101,7 +101,7 @@ class AutogradEngine(Generic[Outputs]):
         optimizer: None for a model that is not trained.
         infer_micro: limits of a forward pass without gradients; the default is `micro`.
         reference: passed to every forward, for losses that compare whole distributions.
-        during: a context for inference, which disables an adapter.
+        inference_context: a context for inference, which disables an adapter.
         save: writes the model as a Hugging Face directory.
         incident_dir: folder for updates with a non-finite gradient.
         row_sizes: returns the size of each row of a batch.
@@ -116,7 +116,7 @@ class AutogradEngine(Generic[Outputs]):
         *,
         infer_micro: MicroBatching | None = None,
         reference: ReferenceModel | None = None,
-        during: Callable[[PreTrainedModel], AbstractContextManager[object]] = nullcontext,
+        inference_context: Callable[[PreTrainedModel], AbstractContextManager[object]] = nullcontext,
         save: Callable[[PreTrainedModel, Path], None] | None = None,
         incident_dir: Path | None = None,
         row_sizes: Callable[[Any], list[RowSize]] = row_sizes,
@@ -128,7 +128,7 @@ class AutogradEngine(Generic[Outputs]):
         self.options = optimizer
         self.reference = reference
         self.version = 0
-        self._during = during
+        self._inference_context = inference_context
         self._save = save
         self._incidents = Incidents(incident_dir)
         self._reduced: dict[MicroBatching, MicroBatching] = {}
@@ -148,7 +148,7 @@ class AutogradEngine(Generic[Outputs]):
             groups = [torch.tensor(rows) for rows in micro.split(sizes)]
             # The update uses deterministic kernels, too; others would round differently, and the first ratio would not
             # be 1.
-            with torch.no_grad(), self._during(self.model), deterministic_kernels():
+            with torch.no_grad(), self._inference_context(self.model), deterministic_kernels():
                 padding = self._rounds(len(groups)) - len(groups)
                 outputs = [self._run(forward, batch[rows]) for rows in groups]
                 for _ in range(padding):
@@ -236,7 +236,7 @@ class AutogradEngine(Generic[Outputs]):
 
         with deterministic_kernels():
             measured, shares, outputs = self._within_memory(attempt, self.micro, rows)
-        measured, shares = self._of_all(measured, shares)
+        measured, shares = self._reduce_over_ranks(measured, shares)
         one = torch.tensor(1.0)
         means: dict[str, Metric] = {name: Mean(total, one) for name, total in shares.items()}
         return [*measured, means], outputs
@@ -275,7 +275,7 @@ class AutogradEngine(Generic[Outputs]):
         """Return how many micro-batches every rank runs if this one has `count`; the additional ones are padding."""
         return count
 
-    def _of_all(
+    def _reduce_over_ranks(
         self, measured: list[dict[str, Metric]], shares: dict[str, Tensor]
     ) -> tuple[list[dict[str, Metric]], dict[str, Tensor]]:
         """Reduce metrics and sums over all ranks that have rows of the mini-batch."""

@@ -13,7 +13,7 @@ from tether.loop.engine import Outputs
 from tether.loop.rank_exchange import Writing
 from tether.text.learning.engines.copies import with_all_names
 from tether.text.learning.engines.local import LocalEngine
-from tether.text.learning.engines.ranks import or_smaller_next_time
+from tether.text.learning.engines.ranks import run_or_report_too_large
 from tether.text.learning.packing import MicroBatching, RowSize
 
 Result = TypeVar("Result")
@@ -47,4 +47,4 @@ class OneRankEngine(LocalEngine[Outputs]):
     def _within_memory(
         self, attempt: Callable[[MicroBatching], Result], micro: MicroBatching, rows: Sequence[RowSize]
     ) -> Result:
-        return or_smaller_next_time(attempt, micro, rows)
+        return run_or_report_too_large(attempt, micro, rows)

@@ -20,13 +20,13 @@ from tether.text.learning.engines.copies import with_weights
 from tether.text.learning.engines.local import TOO_LONG, AutogradEngine, SkippedMiniBatch
 from tether.text.learning.packing import MicroBatching, MiniBatch, RowSize
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 
 class RanksEngine(AutogradEngine[Outputs]):
     """The engine of one of several ranks; every method is collective."""
 
-    speakers: Sequence[int]
+    output_ranks: Sequence[int]
     """For each group of ranks with the same rows, the rank that returns the model's outputs."""
 
     _empty: PreTrainedModel
@@ -48,11 +48,11 @@ class RanksEngine(AutogradEngine[Outputs]):
         return max(from_all(count))
 
     def _within_memory(
-        self, attempt: Callable[[MicroBatching], Found], micro: MicroBatching, rows: Sequence[RowSize]
-    ) -> Found:
-        return or_smaller_next_time(attempt, micro, rows)
+        self, attempt: Callable[[MicroBatching], Value], micro: MicroBatching, rows: Sequence[RowSize]
+    ) -> Value:
+        return run_or_report_too_large(attempt, micro, rows)
 
-    def _of_all(
+    def _reduce_over_ranks(
         self, measured: list[dict[str, Metric]], shares: dict[str, Tensor]
     ) -> tuple[list[dict[str, Metric]], dict[str, Tensor]]:
         every = self._from_groups((measured, shares))
@@ -81,15 +81,15 @@ class RanksEngine(AutogradEngine[Outputs]):
             rows = _merge(shares)
             self._incidents.keep(step, model, SkippedMiniBatch(model, self.reference, rows, loss))
 
-    def _from_groups(self, value: Found) -> list[Found]:
+    def _from_groups(self, value: Value) -> list[Value]:
         """Gather one value from each group of ranks with the same rows."""
         every = from_all(value)
-        return [every[rank] for rank in self.speakers]
+        return [every[rank] for rank in self.output_ranks]
 
 
-def or_smaller_next_time(
-    attempt: Callable[[MicroBatching], Found], micro: MicroBatching, rows: Sequence[RowSize]
-) -> Found:
+def run_or_report_too_large(
+    attempt: Callable[[MicroBatching], Value], micro: MicroBatching, rows: Sequence[RowSize]
+) -> Value:
     """Run an attempt with micro-batches of these limits.
 
     Raises:

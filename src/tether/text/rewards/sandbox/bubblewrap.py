@@ -76,14 +76,14 @@ def plain_user() -> dict[str, Any]:
     return {"user": NOBODY, "group": NOBODY, "extra_groups": ()} if os.geteuid() == 0 else {}
 
 
-def why_not() -> str | None:
+def confinement_advice() -> str | None:
     """Return why rewards cannot confine programs on this machine, and what to do; None if they can."""
-    missing = obstacle()
+    missing = confinement_problem()
     return missing and f"{missing}. {_SUGGESTION}"
 
 
 @cache
-def obstacle() -> str | None:
+def confinement_problem() -> str | None:
     """Return why programs cannot be confined on this machine; None if they can be."""
     if missing := missing_package(("bwrap", "bubblewrap"), ("prlimit", "util-linux"), ("python3", "python3")):
         return missing

@@ -82,5 +82,5 @@ class ProgramOptions:
         if self.unconfined:
             if reason := bubblewrap.missing_package(("prlimit", "util-linux")):
                 raise ValueError(f"reward_model.sandbox.unconfined: {reason}")
-        elif reason := bubblewrap.why_not():
+        elif reason := bubblewrap.confinement_advice():
             raise ValueError(f"reward_model.sandbox: {reason}")

@@ -13,7 +13,7 @@ from tether.text.rewards.outcome import plain
 from tether.text.turns.config import EndpointConfig
 from tether.text.turns.endpoint.chat import Chat
 from tether.text.turns.endpoint.episode import AgentEpisode, PendingCall
-from tether.text.turns.endpoint.programs import Play, Played, ProgramPool
+from tether.text.turns.endpoint.programs import EpisodeResult, EpisodeTask, ProgramPool
 
 QUIET_SECONDS = 0.05
 """Time without a new call after which the waiting calls are sampled."""
@@ -57,7 +57,7 @@ class AgentEndpoint:
         self.close()
 
     @contextmanager
-    def playing(self, prompts: Sequence[Prompt], first_sample: int) -> Iterator[dict[int, AgentEpisode]]:
+    def run_episodes(self, prompts: Sequence[Prompt], first_sample: int) -> Iterator[dict[int, AgentEpisode]]:
         """Start a program for each row of a batch, and return the episodes by the index of their program.
 
         At the end of the context, calls of programs that still run are refused.
@@ -76,7 +76,7 @@ class AgentEndpoint:
             for episode in episodes:
                 self.end(episode)
 
-    def _play(self, episode: AgentEpisode) -> Play:
+    def _play(self, episode: AgentEpisode) -> EpisodeTask:
         prompt = episode.prompt
         row = {
             "data_source": prompt.data_source,
@@ -93,7 +93,7 @@ class AgentEndpoint:
             "OPENAI_API_KEY": episode.key,
             "OPENAI_MODEL": self.options.model,
         }
-        return Play(plain(row), environment)
+        return EpisodeTask(plain(row), environment)
 
     def end(self, episode: AgentEpisode) -> None:
         """Refuse all further calls of an episode."""
@@ -120,7 +120,7 @@ class AgentEndpoint:
         except queue.Empty:
             return sorted(waiting, key=lambda call: call.episode.row)
 
-    def take_ended(self, programs: Collection[int]) -> dict[int, Played]:
+    def pop_finished(self, programs: Collection[int]) -> dict[int, EpisodeResult]:
         """Return the results of those of these programs that have ended.
 
         Raises:

@@ -38,7 +38,7 @@ STARTUP_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Played:
+class EpisodeResult:
     """How a program ended."""
 
     reward: float | None = None
@@ -48,7 +48,7 @@ class Played:
 
 
 @dataclass(frozen=True)
-class Play:
+class EpisodeTask:
     """An episode to play."""
 
     row: JsonObject
@@ -57,7 +57,7 @@ class Play:
     """Environment variables with the address of the policy."""
 
 
-class ProgramPool(WorkerPool[Played]):
+class ProgramPool(WorkerPool[EpisodeResult]):
     """Processes that play episodes, each one at a time.
 
     Args:
@@ -75,21 +75,21 @@ class ProgramPool(WorkerPool[Played]):
             begin=lambda about: (program, timeout),
             name="program",
             load=_load,
-            failed=lambda reason, _: Played(error=reason),
+            failed=lambda reason, _: EpisodeResult(error=reason),
             limit=MAX_ANSWER,
             longest_beat=timeout,
         )
         super().__init__(work, num_workers=num_workers, timeout=timeout, startup_timeout=STARTUP_SECONDS)
 
-    def start(self, play: Play) -> int:
+    def start(self, play: EpisodeTask) -> int:
         """Queue an episode and return its index, for which `take` returns how it ended."""
         return self.enqueue(pickle.dumps(play))
 
 
-def _load(answer: bytes) -> Played:
+def _load(answer: bytes) -> EpisodeResult:
     match json.loads(answer):
         case [float() | int() | None as reward, str(error)]:
-            return Played(reward, error)
+            return EpisodeResult(reward, error)
     raise ValueError("not the report of an episode")
 
 
@@ -114,20 +114,20 @@ def serve(channel: Channel) -> None:
             channel.send(json.dumps([played.reward, played.error]).encode())
 
 
-def _function(program: str) -> Callable[[Play], Played]:
+def _function(program: str) -> Callable[[EpisodeTask], EpisodeResult]:
     shipped = program == VERIFIERS
     function = integration("agents", "verifiers_tasks").play if shipped else definition(program, ENDPOINT_PROGRAM)
     if not callable(function):
         raise ValueError(f"{ENDPOINT_PROGRAM}={program}: is of type {type(function).__name__}, not a function")
 
-    def play(episode: Play) -> Played:
+    def play(episode: EpisodeTask) -> EpisodeResult:
         os.environ.update(episode.environment)
         process = os.getpid()
         try:
             result = finished(function(episode.row))
-            return Played(None if result is None else float(result))
+            return EpisodeResult(None if result is None else float(result))
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, including SystemExit
-            return Played(error=f"the program failed: {words_of(error)[:500]}{place_of(error)}")
+            return EpisodeResult(error=f"the program failed: {words_of(error)[:500]}{place_of(error)}")
         finally:
             if os.getpid() != process:
                 os._exit(0)  # the function forked, and the copy returned from the call
@@ -135,10 +135,10 @@ def _function(program: str) -> Callable[[Play], Played]:
     return play
 
 
-def _command(program: str) -> Callable[[Play], Played]:
+def _command(program: str) -> Callable[[EpisodeTask], EpisodeResult]:
     words = shlex.split(program)
 
-    def play(episode: Play) -> Played:
+    def play(episode: EpisodeTask) -> EpisodeResult:
         with tempfile.TemporaryFile() as row:
             row.write(json.dumps(episode.row).encode())
             row.seek(0)
@@ -152,16 +152,16 @@ def _command(program: str) -> Callable[[Play], Played]:
                     start_new_session=True,
                 )
             except OSError as error:
-                return Played(error=f"the program cannot be started: {error}")
+                return EpisodeResult(error=f"the program cannot be started: {error}")
         output, errors = _Tail(process.stdout), _Tail(process.stderr)
         code = process.wait()
         end_descendants(os.getppid(), spared=(os.getpid(),))  # processes that the program left running
         if code:
-            return Played(error=f"the program ended with exit code {code}: {errors.last_line()}")
+            return EpisodeResult(error=f"the program ended with exit code {code}: {errors.last_line()}")
         try:
-            return Played(float(output.last_line()))
+            return EpisodeResult(float(output.last_line()))
         except ValueError:
-            return Played()
+            return EpisodeResult()
 
     return play
 
