@@ -28,7 +28,7 @@ from tether.control.learning.rollouts import EnvRollouts
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.runtime import objects
 from tether.runtime.interrupt import graceful_interrupt
-from tether.runtime.objects import holding
+from tether.runtime.objects import register_objects
 from tether.text.learning.rollouts import TextRollouts
 from tether.text.sampling.build import build_generator
 from tether.text.sampling.engine import NativeEngine
@@ -428,7 +428,7 @@ def test_a_second_run_in_the_process_is_refused(tmp_path: Path, monkeypatch: pyt
         return tether.train(overrides=overrides, env=lambda: gymnasium.make("Acrobot-v1"))
 
     def hold_another() -> None:
-        with holding({"env": object()}):
+        with register_objects({"env": object()}):
             pass
 
     class Starts:

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from tether.runtime.http import NoAnswer, check_address, check_listening, post_json, secret_from
+from tether.runtime.http import NoAnswer, check_address, check_listening, post_json, read_secret
 
 
 @pytest.mark.parametrize(
@@ -15,21 +15,21 @@ def test_a_secret_that_no_header_can_carry_is_refused_and_not_shown(
 ) -> None:
     monkeypatch.setattr("os.environ", {"JUDGE_KEY": secret})
     with pytest.raises(ValueError, match=r"^judge\.api_key_env=JUDGE_KEY: ") as error:
-        secret_from("JUDGE_KEY", "judge.api_key_env")
+        read_secret("JUDGE_KEY", "judge.api_key_env")
     assert "sk" not in str(error.value)
 
 
 @pytest.mark.parametrize("written", ["sk-proj-hunter2", "hunter2 ", "9hunter2", "hunter2=x"])
 def test_a_key_in_place_of_the_name_of_its_variable_is_not_shown(written: str) -> None:
     with pytest.raises(ValueError, match=r"^judge\.api_key_env: is no name of an environment variable") as error:
-        secret_from(written, "judge.api_key_env")
+        read_secret(written, "judge.api_key_env")
     assert "hunter2" not in str(error.value)
 
 
 def test_a_secret_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-proj_A.b~c+d/e=")
-    assert secret_from("JUDGE_KEY", "k") == "sk-proj_A.b~c+d/e="
-    assert secret_from(None, "k") is None
+    assert read_secret("JUDGE_KEY", "k") == "sk-proj_A.b~c+d/e="
+    assert read_secret(None, "k") is None
 
 
 @pytest.mark.parametrize("header", ["sk-1\n", "sk-\u20ac"])

@@ -7,11 +7,11 @@ import time
 import pytest
 
 from tether.runtime import late_calls
-from tether.runtime.late_calls import LateCalls
+from tether.runtime.late_calls import CallWatchdog
 
 
 def test_a_call_that_is_late_ends() -> None:
-    calls = LateCalls(0.1, "late")
+    calls = CallWatchdog(0.1, "late")
     calls.begin()
     with pytest.raises(RuntimeError, match="late"):
         time.sleep(20)
@@ -24,7 +24,7 @@ def test_the_signal_has_its_handler_again_after_the_last_one(monkeypatch: pytest
 
     monkeypatch.setattr(late_calls, "_watching", set())  # another test may have left one
     before = signal.signal(signal.SIGURG, handler)
-    first, second = LateCalls(1, "late"), LateCalls(1, "late")
+    first, second = CallWatchdog(1, "late"), CallWatchdog(1, "late")
     first.close()
     assert signal.getsignal(signal.SIGURG) is not handler
     second.close()
@@ -41,7 +41,7 @@ def test_nothing_is_raised_behind_a_call_that_ends_when_it_is_found_late(monkeyp
         was_sent.set()
 
     monkeypatch.setattr(signal, "pthread_kill", end_and_kill)
-    calls = LateCalls(0.1, "late")
+    calls = CallWatchdog(0.1, "late")
     calls.begin()
     assert was_sent.wait(20)
     time.sleep(0.1)

@@ -11,7 +11,7 @@ import torch
 
 from tether.runtime import machine
 from tether.runtime.global_rng import rng_state, set_rng_state
-from tether.runtime.machine import deterministic_kernels, give_memory_back, return_held_memory
+from tether.runtime.machine import deterministic_kernels, release_memory, release_memory_periodically
 
 
 def test_kernels_are_deterministic_inside_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +81,8 @@ def test_freed_memory_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
         after = psutil.Process().memory_info().rss
         return before - after > 200e6 and len(stays) == 40
 
-    assert goes_back(give_memory_back)
+    assert goes_back(release_memory)
     monkeypatch.setattr(machine, "_returned", time.monotonic())
-    assert not goes_back(return_held_memory), "it was returned just now"
+    assert not goes_back(release_memory_periodically), "it was returned just now"
     monkeypatch.setattr(machine, "BETWEEN_RETURNS", 0.0)
-    assert goes_back(return_held_memory)
+    assert goes_back(release_memory_periodically)

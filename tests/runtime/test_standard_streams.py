@@ -14,9 +14,9 @@ from tether.runtime.printable import LONGEST_PRINT, PRINTED_A_MINUTE
 ROOT = Path(__file__).parents[2]
 GOES_ON = """
 import os, sys
-from tether.runtime.standard_streams import outlive_lost_output, prepare_standard_streams
+from tether.runtime.standard_streams import continue_without_output, prepare_standard_streams
 prepare_standard_streams()
-outlive_lost_output()
+continue_without_output()
 with open("log", "w") as log:
     assert log.fileno() > 2, log.fileno()
     for _ in range(3):
@@ -87,7 +87,7 @@ def test_what_a_users_code_prints_is_bounded_and_never_fails(monkeypatch: pytest
     out, clock = Full(), [0.0]
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(printable.time, "monotonic", lambda: clock[0])
-    printable.print_harmlessly()
+    printable.install_safe_printing()
     print("x" * 10**8, flush=True)
     assert out.getvalue() == "x" * LONGEST_PRINT + f"... ({10**8 - LONGEST_PRINT} more characters)\n\n"
     for _ in range(100):

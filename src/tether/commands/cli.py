@@ -33,9 +33,9 @@ from tether.runtime.huge_pages import restart_with_huge_pages
 from tether.runtime.install import pip_install
 from tether.runtime.package_warnings import hide_warnings_of_packages
 from tether.runtime.printable import printable
-from tether.runtime.standard_streams import OutputLost, outlive_lost_output, prepare_standard_streams
+from tether.runtime.standard_streams import OutputLost, continue_without_output, prepare_standard_streams
 from tether.runtime.terminal import Activity, Screen
-from tether.runtime.user_files import raised_by_tether, search_also
+from tether.runtime.user_files import append_import_path, raised_by_tether
 from tether.spelling import did_you_mean
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def sft(arguments: ConfigArguments = None, config_path: ConfigPath = None, confi
 
 def _train(arguments: Sequence[str] | None, config_path: Path | None, config_name: str | None) -> None:
     restart_with_huge_pages()
-    outlive_lost_output()
+    continue_without_output()
     loaded = _load(arguments, config_path, config_name, files=True)
     from tether.config import masked_command
 
@@ -340,7 +340,7 @@ def bc(
 
     For example: tether bc run.yaml --data demos --epochs 50
     """
-    outlive_lost_output()
+    continue_without_output()
     loaded = _load_embodied(arguments)
     with _importing():
         from tether.integrations.robots.behaviour_cloning import CloningOptions
@@ -592,7 +592,7 @@ def pretrain(
 
     For example: tether critic pretrain run.yaml --rollouts rollouts --epochs 2
     """
-    outlive_lost_output()
+    continue_without_output()
     loaded = _load(arguments)
     with _importing():
         from tether.commands.critic import pretrain_critic
@@ -633,7 +633,8 @@ def main() -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # otherwise libraries would draw progress bars in files and pipes
     hide_warnings_of_packages()
-    search_also(Path.cwd())  # like `python -m`, because a user's files import packages from the working directory
+    # Like `python -m`, because a user\'s files import packages from the working directory.
+    append_import_path(Path.cwd())
     red = None if os.environ.get("NO_COLOR") else typer.colors.RED
     try:
         app()

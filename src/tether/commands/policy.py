@@ -14,7 +14,7 @@ from tether.checkpoints import find_checkpoint, run_of
 from tether.config import LoadedConfig, RunConfig, load_config, values_of
 from tether.loop.engine import named_out_of_memory
 from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json, reading
-from tether.runtime.objects import holding, is_object
+from tether.runtime.objects import is_object, register_objects
 from tether.text.data.prompts import decode
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 from tether.types import Message
@@ -201,11 +201,11 @@ def load(
         return Policy(generator)
     build_agent = importlib.import_module("tether.control.build").build_agent
     objects = {name: value for name, value in {"env": env, "policy": policy}.items() if value is not None}
-    with holding(objects):
+    with register_objects(objects):
         agent, make_env = build_agent(config, checkpoint, seed)
 
     def make_env_again() -> Env:
-        with holding(objects):
+        with register_objects(objects):
             return make_env()
 
     return Policy(None, (agent, make_env_again))

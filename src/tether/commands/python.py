@@ -10,8 +10,8 @@ from tether.commands.result import TrainingResult
 from tether.commands.train import train as train_loaded
 from tether.config import LoadedConfig, Override, load_config
 from tether.loop.parts import Callbacks
-from tether.runtime.machine import give_memory_back
-from tether.runtime.objects import PREFIX, holding
+from tether.runtime.machine import release_memory
+from tether.runtime.objects import PREFIX, register_objects
 from tether.text.input_checks import missing_inputs
 
 Settings = Mapping[str, object]
@@ -88,11 +88,11 @@ def train(
             "of several processes)."
         )
     try:
-        with holding(objects):
+        with register_objects(objects):
             return train_loaded(_load(config, overrides, objects, texts), checked_callbacks)
     finally:
         _one_run.release()
-        give_memory_back()
+        release_memory()
 
 
 def _load(

@@ -21,7 +21,7 @@ from tether.config import ConfigError, RunConfig, has_secrets, load_config, valu
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import set_threads
 from tether.runtime.objects import is_object
-from tether.runtime.user_files import search_also
+from tether.runtime.user_files import append_import_path
 from tether.text.data.prompts import decode
 from tether.text.data.rows import Row
 from tether.text.inputs import build_tokenizer, read_rows
@@ -143,7 +143,7 @@ def _check(config: RunConfig, responses: Sequence[JsonObject]) -> None:
 def main() -> None:
     """Answer one request."""
     os.nice(10)  # lower priority than training on this machine
-    search_also(Path.cwd())
+    append_import_path(Path.cwd())
     request = json.load(sys.stdin)
     with os.fdopen(os.dup(1), "w") as stdout:
         os.dup2(2, 1)  # keeps prints of a reward out of the answer

@@ -16,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tether.distributed.worker import CompanionLost, NodeLost, Process
-from tether.runtime.interrupt import give_up_if_interrupted
+from tether.runtime.interrupt import raise_if_interrupted
 from tether.runtime.ranks import RankLost
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class RayCompanion:
                 if waited > timeout:
                     raise CompanionLost(f"{self.host}: {method} took longer than {timeout:g} s")
                 if group is not None:
-                    give_up_if_interrupted(began, f"{self.host} did not answer")
+                    raise_if_interrupted(began, f"{self.host} did not answer")
                 if group is not None and time.monotonic() > next_log:
                     logger.warning("%s: %s takes %.0f of at most %g s", self.host, method, waited, timeout)
                     next_log += LOG_EVERY_SECONDS

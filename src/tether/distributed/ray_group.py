@@ -28,7 +28,7 @@ from tether.distributed.transfers import FROM, TO, Transfers, size_of
 from tether.distributed.worker import Group, Process, Worker, this_process
 from tether.loop.engine import MicroBatchTooLarge
 from tether.runtime.disk import read_json
-from tether.runtime.interrupt import give_up_if_interrupted
+from tether.runtime.interrupt import raise_if_interrupted
 from tether.runtime.ranks import STATUS, Deadlines, Pool, RankFailed, RankLost
 from tether.runtime.rendezvous import StoreAddress, serve_store
 from tether.runtime.threads import OMP_NUM_THREADS, num_threads
@@ -251,7 +251,7 @@ class RayGroup:
         self._polled_heartbeats = self._heartbeats
         silent = max(self._missed_polls)
         rank = self._missed_polls.index(silent)
-        give_up_if_interrupted(time.monotonic() - silent * POLL_SECONDS, f"{self._name(rank)} gave no sign of life")
+        raise_if_interrupted(time.monotonic() - silent * POLL_SECONDS, f"{self._name(rank)} gave no sign of life")
         if silent * POLL_SECONDS >= self._deadlines.silence:
             raise self._hung(f"{self._name(rank)} is stopped: no sign of life for {silent * POLL_SECONDS:g} s", rank)
 

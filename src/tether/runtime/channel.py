@@ -18,7 +18,7 @@ _CHUNK = 1 << 16
 TAG_BYTES = 8
 
 
-class Garbled(Exception):
+class MalformedMessage(Exception):
     """The other end sent bytes that are not the expected next message."""
 
 
@@ -86,7 +86,7 @@ class Channel:
         """Return the next complete message, the seconds of a heartbeat, or None if neither has been read yet.
 
         Raises:
-            Garbled: the bytes are not the expected next message.
+            MalformedMessage: the bytes are not the expected next message.
         """
         if self._long is None and not self._read_head():
             return None
@@ -101,7 +101,7 @@ class Channel:
         if number == _BEAT:
             seconds: float = _SECONDS.unpack(body)[0]
             if not 0 <= seconds <= _LONGEST_BEAT:
-                raise Garbled
+                raise MalformedMessage
             return seconds
         self._received += 1
         return body
@@ -110,12 +110,12 @@ class Channel:
         """Return whether a short message is complete; if a long one begins, allocate its buffer."""
         if len(self._pending) < _HEAD.size:
             if not self._tag.startswith(self._pending[:TAG_BYTES]):
-                raise Garbled
+                raise MalformedMessage
             return False
         tag, number, length = _HEAD.unpack_from(self._pending)
         is_beat = number == _BEAT and length == _SECONDS.size
         if tag != self._tag or not (is_beat or number == self._received + 1) or length > self._limit:
-            raise Garbled
+            raise MalformedMessage
         body = self._pending[_HEAD.size :]
         if len(body) >= length:
             return True

@@ -25,7 +25,7 @@ OF_THE_DISK = (errno.EACCES, errno.EPERM, *_FULL)
 OF_PATHS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOTEMPTY)
 
 
-def of_a_full_disk(error: BaseException | None) -> OSError | None:
+def full_disk_error(error: BaseException | None) -> OSError | None:
     """Return the error of a full or read-only disk that caused `error`, or None."""
     while error is not None and not (isinstance(error, OSError) and error.errno in _FULL):
         error = error.__cause__ or error.__context__
@@ -86,7 +86,7 @@ def check_readable(paths: Iterable[Path]) -> None:
 
 ANOTHER_CHECKPOINT, COPY_AGAIN = "Take another checkpoint", "Copy the model's files again"
 _REFUSED_PICKLE = re.compile(r"Weights only load failed.*?(?:WeightsUnpickler error:\s+|\n\n)(\w[^\n]*)", re.DOTALL)
-_OF_CONTENT = (
+_CONTENT_ERRORS = (
     ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, EOFError, RecursionError,
     pickle.UnpicklingError, struct.error,
 )  # fmt: skip
@@ -116,18 +116,18 @@ def reading(file: Path, fix: str) -> Iterator[None]:
             if str(file.parent) in str(error):
                 raise
             raise ValueError(f"{file}: {error}") from error
-        if not is_of_content(error):
+        if not is_content_error(error):
             raise
-        raise ValueError(f"{file}: damaged, or of another kind ({in_a_line(error)}). {fix}") from error
+        raise ValueError(f"{file}: damaged, or of another kind ({summarize_error(error)}). {fix}") from error
 
 
-def is_of_content(error: Exception) -> bool:
+def is_content_error(error: Exception) -> bool:
     """Whether an error may be caused by the content of a file."""
     of_torch = type(error) is RuntimeError and "memory" not in str(error)  # lack of memory is reported elsewhere
-    return of_torch or isinstance(error, _OF_CONTENT) or type(error).__name__ == "SafetensorError"
+    return of_torch or isinstance(error, _CONTENT_ERRORS) or type(error).__name__ == "SafetensorError"
 
 
-def in_a_line(error: Exception) -> str:
+def summarize_error(error: Exception) -> str:
     """Return an error's type and its most informative line, without torch's advice to disable safe loading."""
     text = str(error).strip() or "it ends too early"
     refused = _REFUSED_PICKLE.search(text)

@@ -83,7 +83,7 @@ def check_listening(url: str, key: str, timeout: float = 10.0) -> None:
         )
 
 
-def secret_from(variable: str | None, key: str) -> str | None:
+def read_secret(variable: str | None, key: str) -> str | None:
     """Return the value of the environment variable `variable`, configured by `key`; None if no variable is configured.
 
     Raises:

@@ -15,14 +15,14 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from tether.runtime.disk import of_a_full_disk
+from tether.runtime.disk import full_disk_error
 from tether.runtime.hubs import refusal
 
 NAME = "the Hugging Face hub"
 
 
 @contextmanager
-def asking_hugging_face(request: str, fix: str) -> Iterator[None]:
+def hugging_face_errors(request: str, fix: str) -> Iterator[None]:
     """Turn errors of the hub's client inside the block into a ValueError.
 
     Args:
@@ -56,7 +56,7 @@ def asking_hugging_face(request: str, fix: str) -> Iterator[None]:
     except OfflineModeIsEnabled as error:
         raise refusal(request, NAME, "HF_HUB_OFFLINE is set", f"unset it, or {fix}") from error
     except Exception as error:  # raised by the HTTP client of the installed huggingface_hub
-        if full := of_a_full_disk(error):
+        if full := full_disk_error(error):
             raise full from None
         why = f"{constants.ENDPOINT} cannot be reached: {type(error).__name__}: {error}"
         raise refusal(request, NAME, why, fix) from error

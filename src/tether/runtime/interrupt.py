@@ -88,7 +88,7 @@ def graceful_interrupt() -> Iterator[Interrupt]:
             signal.signal(number, handler)
 
 
-def give_up_if_interrupted(waiting_since: float, what: str = "a process gave no answer") -> None:
+def raise_if_interrupted(waiting_since: float, what: str = "a process gave no answer") -> None:
     """Raise `Interrupted` if a wait lasts too long after a signal; call it regularly during the wait.
 
     Args:

@@ -9,16 +9,16 @@ import time
 from types import FrameType
 from typing import Any
 
-from tether.runtime.interrupt import Interrupted, give_up_if_interrupted
+from tether.runtime.interrupt import Interrupted, raise_if_interrupted
 
 _SIGNAL = signal.SIGURG  # ignored by default, and not used for anything else
 # The error for the main thread to raise, and the call to raise it in.
-_late: tuple[LateCalls, float, Exception] | None = None
-_watching: set[LateCalls] = set()
+_late: tuple[CallWatchdog, float, Exception] | None = None
+_watching: set[CallWatchdog] = set()
 _before: Any = signal.SIG_DFL  # the handler to restore after the last instance is closed
 
 
-class LateCalls:
+class CallWatchdog:
     """Watches calls from a separate thread; the cost of `begin` and `end` is negligible.
 
     The exception is raised in the main thread, whether the call runs Python code or waits. Code that never releases the
@@ -30,8 +30,8 @@ class LateCalls:
     """
 
     def __init__(self, seconds: float, message: str) -> None:
-        self._looks = math.ceil(seconds / min(seconds, 1.0))
-        self._pause, self._message = seconds / self._looks, message
+        self._max_polls = math.ceil(seconds / min(seconds, 1.0))
+        self._pause, self._message = seconds / self._max_polls, message
         self._since = 0.0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="late-calls", daemon=True)
@@ -59,25 +59,25 @@ class LateCalls:
 
     def _watch(self) -> None:
         global _late
-        seen, looks = 0.0, 0
+        seen, polls = 0.0, 0
         while not self._closed.wait(self._pause):
             since = self._since
-            looks = looks + 1 if since == seen else 0
+            polls = polls + 1 if since == seen else 0
             seen = since
-            if since and (error := self._lateness(since, looks)):
+            if since and (error := self._error_if_late(since, polls)):
                 _late = self, since, error
                 signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
 
-    def _lateness(self, since: float, looks: int) -> Exception | None:
-        if looks >= self._looks:
+    def _error_if_late(self, since: float, polls: int) -> Exception | None:
+        if polls >= self._max_polls:
             return RuntimeError(self._message)
         try:
-            give_up_if_interrupted(since)
+            raise_if_interrupted(since)
         except Interrupted as error:
             return error
         return None
 
-    def is_in(self, since: float) -> bool:
+    def is_running(self, since: float) -> bool:
         """Whether the call that began at this time is still running."""
         return self._since == since
 
@@ -92,5 +92,5 @@ def _raise_late(_: int, __: FrameType | None) -> None:
     late, _late = _late, None
     if late:
         calls, since, error = late
-        if calls.is_in(since):
+        if calls.is_running(since):
             raise error

@@ -93,7 +93,7 @@ def set_threads(configured: int | None) -> None:
     torch.set_num_threads(num_threads(configured))
 
 
-def give_memory_back() -> None:
+def release_memory() -> None:
     """Return freed memory to the operating system; after a run, glibc would otherwise keep gigabytes."""
     gc.collect()
     _trim()
@@ -104,7 +104,7 @@ def _trim() -> None:
         trim(0)
 
 
-def return_held_memory() -> None:
+def release_memory_periodically() -> None:
     """Return free memory that glibc keeps, unless that was done less than `BETWEEN_RETURNS` seconds ago.
 
     Micro-batches differ in their number of tokens, so memory freed by one seldom fits the next: in a run of half a

@@ -8,17 +8,17 @@ from contextlib import contextmanager
 import requests
 from modelscope_hub.errors import HubError
 
-from tether.runtime.disk import of_a_full_disk
+from tether.runtime.disk import full_disk_error
 from tether.runtime.hubs import refusal
 
 NAME = "ModelScope"
 
 
 @contextmanager
-def asking_modelscope(request: str, fix: str) -> Iterator[None]:
+def modelscope_errors(request: str, fix: str) -> Iterator[None]:
     """Turn errors of ModelScope's client inside the block into a ValueError.
 
-    The arguments are those of `tether.runtime.hugging_face.asking_hugging_face`.
+    The arguments are those of `tether.runtime.hugging_face.hugging_face_errors`.
 
     Raises:
         ValueError: ModelScope does not have it, or cannot be reached.
@@ -27,7 +27,7 @@ def asking_modelscope(request: str, fix: str) -> Iterator[None]:
     try:
         yield
     except (HubError, requests.RequestException, OSError, ValueError) as error:
-        if full := of_a_full_disk(error):
+        if full := full_disk_error(error):
             raise full from None
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise refusal(request, NAME, lines[0], fix) from error

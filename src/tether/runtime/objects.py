@@ -19,7 +19,7 @@ def is_object(name: object) -> bool:
     return isinstance(name, str) and name.startswith(PREFIX)
 
 
-def held(name: str) -> Any:
+def registered_object(name: str) -> Any:
     """Return the object to which a value refers.
 
     Raises:
@@ -32,7 +32,7 @@ def held(name: str) -> Any:
 
 
 @contextmanager
-def holding(objects: Mapping[str, object]) -> Iterator[None]:
+def register_objects(objects: Mapping[str, object]) -> Iterator[None]:
     """Let ``object:NAME`` refer to these objects inside the block, in all threads; one thread at a time can enter.
 
     Raises:

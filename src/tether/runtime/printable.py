@@ -36,7 +36,7 @@ def _printable(character: str) -> str:
     return "" if character in _DIRECTION else character
 
 
-def print_harmlessly() -> None:
+def install_safe_printing() -> None:
     """Apply `printable` to everything that this process prints from now on, limit it, and make prints never fail."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:

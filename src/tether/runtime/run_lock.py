@@ -84,7 +84,7 @@ class RunLock:
         self._touching.join()
         with suppress(OSError):  # a full disk or a deleted folder: the lock is released anyway
             os.ftruncate(self._file, 0)
-        self._let_go()
+        self._release()
 
     def remove_folder(self) -> None:
         """Delete the run's folder, the lock file last, so that no other run can start there; release the lock."""
@@ -99,9 +99,9 @@ class RunLock:
                     path.unlink(missing_ok=True)
             self._path.unlink(missing_ok=True)
             folder.rmdir()
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._closed.set()
         _held.discard(self)
         os.close(self._file)
@@ -124,15 +124,15 @@ class RunLock:
                 raise self._busy(owner)
             return
         print(f"{self._named}: last used by {_described(owner)}; is it still there?", file=sys.stderr)
-        if self._is_touched():
+        if self._is_owner_alive():
             raise self._busy(owner)
 
-    def _is_touched(self) -> bool:
+    def _is_owner_alive(self) -> bool:
         """Whether the owner touches its file within the maximum interval; does not rely on another machine's clock."""
-        before, end = self._touched_at(), time.monotonic() + WATCH_SECONDS
+        before, end = self._modified_ns(), time.monotonic() + WATCH_SECONDS
         while time.monotonic() < end:
             time.sleep(min(1.0, WATCH_SECONDS / 10))
-            if self._touched_at() != before:
+            if self._modified_ns() != before:
                 return True
         return False
 
@@ -142,7 +142,7 @@ class RunLock:
         except FileNotFoundError:
             return False
 
-    def _touched_at(self) -> int:
+    def _modified_ns(self) -> int:
         with self._path.open("rb") as file:  # reopened each time, so that NFS asks the server
             return os.fstat(file.fileno()).st_mtime_ns
 
@@ -224,10 +224,10 @@ _held: set[RunLock] = set()
 """The locks held by this process."""
 
 
-def _let_go_in_child() -> None:
+def _release_in_child() -> None:
     """Close the lock files in a forked child, which would otherwise hold the locks after its parent has ended."""
     for lock in list(_held):
-        lock._let_go()
+        lock._release()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_release_in_child)

@@ -11,7 +11,7 @@ from typing import TextIO
 
 logger = logging.getLogger(__name__)
 
-_outlives = False
+_continues_without_output = False
 """Whether the command continues after its standard output is lost."""
 
 
@@ -22,10 +22,10 @@ class OutputLost(OSError):
 def prepare_standard_streams() -> None:
     """Open closed standard streams, and guard the others; characters that cannot be encoded are replaced.
 
-    If standard output fails, the writer gets BrokenPipeError or `OutputLost` once, unless `outlive_lost_output` was
+    If standard output fails, the writer gets BrokenPipeError or `OutputLost` once, unless `continue_without_output` was
     called. Standard error never raises. Later output is discarded.
     """
-    _open_what_is_closed()
+    _open_closed_descriptors()
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is None or (stream is getattr(sys, f"__{name}__") and type(stream) is io.TextIOWrapper):
@@ -35,13 +35,13 @@ def prepare_standard_streams() -> None:
                 stream.reconfigure(errors="replace")
 
 
-def outlive_lost_output() -> None:
+def continue_without_output() -> None:
     """Let the command run to its normal end if its standard output is lost; a warning reports the loss."""
-    global _outlives
-    _outlives = True
+    global _continues_without_output
+    _continues_without_output = True
 
 
-def say_that_output_is_lost(error: OSError) -> None:
+def warn_output_lost(error: OSError) -> None:
     """Warn once that output is no longer shown."""
     why = "nobody reads it any more" if isinstance(error, BrokenPipeError) else error.strerror
     logger.warning("console output is switched off (%s); the run continues", why)
@@ -54,7 +54,7 @@ def discard(descriptor: int) -> None:
     os.close(nowhere)
 
 
-def _open_what_is_closed() -> None:
+def _open_closed_descriptors() -> None:
     """Open closed standard descriptors on the null device. Otherwise the next opened file would get their numbers, and
     with them everything that processes print."""
     for descriptor in range(3):
@@ -89,10 +89,10 @@ class _Guarded(io.FileIO):
             return super().write(data)  # type: ignore[arg-type]
         except OSError as error:
             discard(self.fileno())
-            if self.fileno() == 1 and not _outlives:
+            if self.fileno() == 1 and not _continues_without_output:
                 if isinstance(error, BrokenPipeError):
                     raise
                 raise OutputLost(error.errno, f"standard output cannot be written ({error.strerror})") from None
             if self.fileno() == 1:
-                say_that_output_is_lost(error)
+                warn_output_lost(error)
             return memoryview(data).nbytes  # type: ignore[arg-type]

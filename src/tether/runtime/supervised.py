@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable
 from importlib import import_module
 
-from tether.runtime.channel import TAG_BYTES, Channel, Garbled
+from tether.runtime.channel import TAG_BYTES, Channel, MalformedMessage
 from tether.runtime.guard import end_descendants, exit_after, supervise
-from tether.runtime.interrupt import give_up_if_interrupted
+from tether.runtime.interrupt import raise_if_interrupted
 from tether.runtime.package_warnings import hide_warnings_of_packages, quiet_fork
 
 Serve = Callable[[Channel], None]
@@ -164,7 +164,7 @@ class SupervisedProcess:
         while not self._is_closed:
             try:
                 message = self._channel.take()
-            except Garbled:
+            except MalformedMessage:
                 raise self._end("sent bytes that are no answer, so it was killed") from None
             if message is None:
                 self._fill()
@@ -251,7 +251,7 @@ class SupervisedProcess:
                 return
             if ready:
                 raise self._end()
-            give_up_if_interrupted(self._asked)
+            raise_if_interrupted(self._asked)
             passed = time.monotonic() - begun
             if passed > share + _SLICE:
                 self._due += passed  # this process was stopped, and maybe the other one too

@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.table import Table
 
 from tether.runtime.printable import printable
-from tether.runtime.standard_streams import discard, say_that_output_is_lost
+from tether.runtime.standard_streams import discard, warn_output_lost
 
 logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -63,21 +63,21 @@ class Screen(Console):
             self.width = width
 
     def on_broken_pipe(self) -> None:
-        self._fall_silent(BrokenPipeError())
+        self._mute(BrokenPipeError())
 
     def _check_buffer(self) -> None:
         try:
             super()._check_buffer()
         except OSError as error:  # a closed terminal, a full disk
-            self._fall_silent(error)
+            self._mute(error)
 
-    def _fall_silent(self, error: OSError) -> None:
+    def _mute(self, error: OSError) -> None:
         """Stop writing, and report that once; later output is dropped without an error."""
         self.quiet = True
         del self._buffer[:]
         with suppress(OSError, ValueError):  # not a real file
             discard(self.file.fileno())
-        say_that_output_is_lost(error)
+        warn_output_lost(error)
 
 
 class Heartbeat:

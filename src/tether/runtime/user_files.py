@@ -21,7 +21,7 @@ def raised_by_tether(error: BaseException) -> bool:
     return Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(_TETHER)
 
 
-def words_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the type and text of an error, or of the first one in a group, even if `str(error)` raises."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -30,7 +30,7 @@ def words_of(error: BaseException) -> str:
     return [*summary.format_exception_only()][-1].strip()
 
 
-def place_of(error: BaseException) -> str:
+def error_location(error: BaseException) -> str:
     """Return the location in user code that raised an error, as " (FILE line N)"; empty if tether raised it.
 
     For a group, return the location of its first error, if that one was raised.
@@ -74,7 +74,7 @@ def definition(name: str, key: str) -> object:
     return names[attribute]
 
 
-def search_also(folder: Path) -> None:
+def append_import_path(folder: Path) -> None:
     """Append a folder to the import path of this process and of processes that it starts."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
@@ -118,7 +118,7 @@ def import_python_file(path: str | Path, key: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
-    search_also(resolved.parent)  # as for a script, so that it can import modules next to it
+    append_import_path(resolved.parent)  # as for a script, so that it can import modules next to it
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:

@@ -47,7 +47,7 @@ from tether.loop.loop import Schedule, Trainer
 from tether.loop.preflight import preflight
 from tether.loop.run import Run, begin_run, build_profiler, build_recorder, checkpoint_line, ranks_line
 from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json
-from tether.runtime.objects import held, is_object
+from tether.runtime.objects import is_object, registered_object
 from tether.text.data.config import DataConfig
 from tether.text.data.prompts import PromptDataset, PromptSampler, dated_template
 from tether.text.input_checks import TURNS
@@ -297,7 +297,7 @@ def _inputs(config: RunConfig, tools: ToolPool | None, checkpoint: Path | None, 
 def _identity(config: RunConfig, inputs: Inputs) -> dict[str, str]:
     identity = {"data.train_files": inputs.train.fingerprint()}
     if is_object(inputs.model_path):
-        identity["actor_rollout_ref.model.path"] = object_fingerprint(held(str(inputs.model_path)))
+        identity["actor_rollout_ref.model.path"] = object_fingerprint(registered_object(str(inputs.model_path)))
     if isinstance(inputs.model_path, Path):
         identity["actor_rollout_ref.model.path"] = model_fingerprint(inputs.model_path)
     if config.distillation.enabled:

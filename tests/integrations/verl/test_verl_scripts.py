@@ -22,7 +22,7 @@ def recorded(folder: Path, text: str, *arguments: str, **variables: str) -> Reco
     return Recorder(folder / "run.sh", text, HOME | variables, arguments).run_until_complete()[1]
 
 
-def words_of(folder: Path, text: str, *arguments: str, **variables: str) -> list[str]:
+def describe_error(folder: Path, text: str, *arguments: str, **variables: str) -> list[str]:
     """The calls of `cmd`, each as one line."""
     calls = recorded(folder, text, *arguments, **variables).calls
     return [" ".join(call.words[1:]) for call in calls if call.words[0].endswith("cmd")]
@@ -50,7 +50,7 @@ CASES = {
 
 
 def test_commands_are_those_that_bash_would_start(tmp_path: Path) -> None:
-    found = {name: words_of(tmp_path, text, "x", "y", SET="yes") for name, (text, _) in CASES.items()}
+    found = {name: describe_error(tmp_path, text, "x", "y", SET="yes") for name, (text, _) in CASES.items()}
     assert found == {name: words for name, (_, words) in CASES.items()}
 
 
@@ -63,7 +63,7 @@ def test_calls_have_their_line_and_environment(tmp_path: Path) -> None:
 
 def test_calls_at_once_are_not_mixed_up(tmp_path: Path) -> None:
     text = 'for i in {1..8}; do cmd "$(printf "$i%.0s" {1..9000})" & done\nwait'
-    assert sorted(words_of(tmp_path, text)) == [str(index) * 9000 for index in range(1, 9)]
+    assert sorted(describe_error(tmp_path, text)) == [str(index) * 9000 for index in range(1, 9)]
 
 
 def test_a_script_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_a_script_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         f"cmd $(cat {kept}) $(ls /root /etc/passwd) $(ls /usr/bin | grep -c python) $HF_TOKEN\n"
         "if (echo > /dev/tcp/127.0.0.1/22) 2> /dev/null; then cmd reached; fi\ncmd $(ls /home)"
     )
-    assert words_of(tmp_path, text) == ["0", "me"]
+    assert describe_error(tmp_path, text) == ["0", "me"]
     assert kept.read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 

@@ -22,7 +22,7 @@ from tether.commands.doctor import CORE, EXTRAS
 from tether.commands.selftest.checks import CHECKS
 from tether.commands.selftest.results import Check, CheckContext, CheckOutcome, failed
 from tether.kernels import backend
-from tether.runtime.disk import in_a_line, writing
+from tether.runtime.disk import summarize_error, writing
 from tether.runtime.machine import resolve_device
 from tether.runtime.terminal import Screen, one_line
 from tether.runtime.threads import num_threads, usable_cores
@@ -103,7 +103,7 @@ def _checked(check: Check, context: CheckContext) -> CheckReport:
 
 
 def _raised(error: Exception) -> CheckOutcome:
-    return failed(in_a_line(error))
+    return failed(summarize_error(error))
 
 
 def _device() -> torch.device:
@@ -155,7 +155,7 @@ def _machine() -> dict[str, str]:
         dtype = CheckContext(_device(), Path()).dtype
         facts["runs here"] = f"{_device()} in {dtype}, kernels: {backend(_device().type, dtype).describe()}"
     except (RuntimeError, ValueError, AssertionError, OSError) as error:
-        facts["device"] = f"cannot be asked ({in_a_line(error)})"
+        facts["device"] = f"cannot be asked ({summarize_error(error)})"
     return facts
 
 

@@ -13,7 +13,7 @@ from tether.control.collecting.collector import NOTHING_ALLOWED, EpisodeTracker,
 from tether.control.envs.protocol import Flags, VectorEnv, choices_of
 from tether.control.policies.networks import Act
 from tether.observations import ACTION_MASK, Array, Observation
-from tether.runtime.interrupt import give_up_if_interrupted
+from tether.runtime.interrupt import raise_if_interrupted
 
 WARN_AFTER_STEPS = 20_000
 """Length of an episode at which a warning is shown: four times the longest time limit in Gymnasium."""
@@ -65,7 +65,7 @@ def evaluate(
     done, last_end, warned = 0, time.monotonic(), False
     length = np.zeros(env.num_envs, dtype=np.int64)  # of the current episode, in environments that still need one
     while wanted.any():
-        give_up_if_interrupted(last_end, "no episode of the evaluation ended")
+        raise_if_interrupted(last_end, "no episode of the evaluation ended")
         state[fresh] = 0.0
         chosen, state = act(obs, None, state)
         stuck = _stuck(env, obs)

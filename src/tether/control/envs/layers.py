@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tether.control.envs.protocol import ActionSpec, EnvState, EnvStep, Floats, HeldEnv, Rollout, Saved, VectorEnv
 from tether.keyed_random import seed_of
 from tether.observations import Array, Observation
-from tether.runtime.late_calls import LateCalls
+from tether.runtime.late_calls import CallWatchdog
 
 Result = TypeVar("Result")
 
@@ -179,7 +179,7 @@ class TimedEnv:
 
     def __init__(self, env: VectorEnv, timeout: float, role: str) -> None:
         self._env = env
-        self._calls = LateCalls(
+        self._calls = CallWatchdog(
             timeout,
             f"{env.id} took more than {role}.timeout={timeout:g} s for a step, a reset or to close. Raise it, or set "
             f"{role}.vectorization=subprocess, where a process that hangs is replaced.",

@@ -31,8 +31,8 @@ from tether.control.envs.protocol import VectorEnv
 from tether.control.envs.subprocesses import WorkerVectorEnv
 from tether.integrations import integration
 from tether.runtime.install import pip_install
-from tether.runtime.late_calls import LateCalls
-from tether.runtime.objects import held, is_object
+from tether.runtime.late_calls import CallWatchdog
+from tether.runtime.objects import is_object, registered_object
 from tether.runtime.user_files import definition, import_python_file
 from tether.spelling import did_you_mean
 
@@ -362,7 +362,7 @@ def _own(options: EnvOptions) -> Callable[..., Any] | None:
     """Import the user's file that an id names and return its function; None for a registered environment."""
     module, _, name = options.id.rpartition(":")
     if is_object(options.id):
-        function = held(options.id)
+        function = registered_object(options.id)
         if not callable(function):
             _refuse_instance(function)
         return cast("Callable[..., Any]", function)
@@ -535,7 +535,7 @@ def make_one(options: EnvOptions) -> Env:
 @contextmanager
 def _in_time(options: EnvOptions) -> Iterator[None]:
     """Apply the timeout of a step to a constructor."""
-    calls = LateCalls(
+    calls = CallWatchdog(
         options.timeout,
         f"{options.id} took more than {options.role}.timeout={options.timeout:g} s to be made. Raise it",
     )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tether.control.policies.network_policy import NetworkPolicy
 from tether.control.policies.own_parts import ROWS, construct
 from tether.control.policies.spec import Observations, PolicySpec, masked, numbers_of
-from tether.runtime.objects import held, is_object
+from tether.runtime.objects import is_object, registered_object
 from tether.runtime.user_files import definition
 
 KEY = "policy.model_type"
@@ -72,7 +72,7 @@ def _make(spec: PolicySpec, outputs: int) -> nn.Module:
     assert spec.network is not None
     sizes: Mapping[str, int] = {"obs_dim": spec.obs_dim, "outputs": outputs, "values": spec.value_width}
     where = f"{KEY}={spec.network}"
-    factory = held(spec.network) if is_object(spec.network) else definition(spec.network, KEY)
+    factory = registered_object(spec.network) if is_object(spec.network) else definition(spec.network, KEY)
     network = copy.deepcopy(factory) if isinstance(factory, nn.Module) else construct(factory, spec, sizes, where)
     _test_call(network, sizes, where)
     return network

@@ -14,7 +14,7 @@ from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
 from mcp.types import CallToolResult, ContentBlock, Tool
 
-from tether.runtime.user_files import words_of
+from tether.runtime.user_files import describe_error
 from tether.text.turns.tools.spec import McpSpec
 from tether.types import JsonObject
 
@@ -182,7 +182,7 @@ def _select_tools(spec: McpSpec, servers: Mapping[str, McpServer]) -> ServerTool
         try:
             tools = server.tools()
         except (Exception, NotInTime) as error:
-            why = f"mcpServers.{name} does not answer as an MCP server ({words_of(error)})"
+            why = f"mcpServers.{name} does not answer as an MCP server ({describe_error(error)})"
             raise ValueError(f"{spec.file}: {why}") from error
         for tool, function in tools.items():
             if tool in available and (not spec.selected or tool in spec.selected):

@@ -12,7 +12,7 @@ from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers
 
 from tether.integrations.hubs.hub import Listing, RemoteFile, asked_for
-from tether.runtime.hugging_face import asking_hugging_face
+from tether.runtime.hugging_face import hugging_face_errors
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -41,7 +41,7 @@ class HuggingFace:
         self._kind = kind
 
     def listing_of(self, repository: str, revision: str | None) -> Listing:
-        with asking_hugging_face(asked_for(repository, revision), FIX):
+        with hugging_face_errors(asked_for(repository, revision), FIX):
             hub = HfApi(endpoint=constants.ENDPOINT)
             ask = hub.model_info if self._kind == "model" else hub.dataset_info
             info = ask(repository, revision=revision, files_metadata=True, timeout=30)
@@ -59,7 +59,7 @@ class HuggingFace:
             to.unlink()
         if to.exists() and to.stat().st_size == size:  # complete; requesting an empty range would fail
             return
-        with asking_hugging_face(f"{repository}/{path}:", FIX):
+        with hugging_face_errors(f"{repository}/{path}:", FIX):
             url = hf_hub_url(
                 repository, path, repo_type=self._kind, revision=listing.revision, endpoint=constants.ENDPOINT
             )

@@ -11,7 +11,7 @@ from modelscope_hub import HubApi
 
 from tether.integrations.hubs.hub import Listing, RemoteFile, asked_for
 from tether.runtime.hubs import MODELSCOPE
-from tether.runtime.modelscope import asking_modelscope
+from tether.runtime.modelscope import modelscope_errors
 
 DATASET = "dataset"
 NEWEST = "master"
@@ -25,7 +25,7 @@ class ModelScope:
 
     def listing_of(self, repository: str, revision: str | None) -> Listing:
         branch = revision or NEWEST
-        with asking_modelscope(asked_for(repository, revision), FIX):
+        with modelscope_errors(asked_for(repository, revision), FIX):
             listed = HubApi().list_repo_files(repository.removeprefix(MODELSCOPE), DATASET, revision=branch)
         files = {file.path: RemoteFile(file.size or 0, file.sha256) for file in listed if file.type != "tree"}
         content = json.dumps({path: [file.size, file.sha256] for path, file in sorted(files.items())})
@@ -37,7 +37,7 @@ class ModelScope:
         size = listing.files[path].size
         if any(file.is_file() and file.stat().st_size > size for file in folder.rglob("*")):
             shutil.rmtree(folder)  # a partial download of a different file, or a damaged one
-        with asking_modelscope(f"{repository}/{path}:", FIX):
+        with modelscope_errors(f"{repository}/{path}:", FIX):
             file = HubApi().download_file(
                 repository.removeprefix(MODELSCOPE),
                 DATASET,

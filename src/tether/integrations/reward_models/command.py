@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tether.runtime.standard_streams import outlive_lost_output
+from tether.runtime.standard_streams import continue_without_output
 
 if TYPE_CHECKING:
     from tether.integrations.reward_models.build import RewardTrainingOptions
@@ -60,7 +60,7 @@ def train(
 
     For example: tether rm train pairs.jsonl --model Qwen/Qwen2.5-0.5B-Instruct --out rm
     """
-    outlive_lost_output()
+    continue_without_output()
     _refuse_existing(out)
     from tether.integrations.reward_models.build import RewardTrainingOptions
 

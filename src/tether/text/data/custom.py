@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import pyarrow
 from transformers import PreTrainedTokenizerBase
 
-from tether.runtime.objects import PREFIX, held
+from tether.runtime.objects import PREFIX, registered_object
 from tether.runtime.user_files import import_python_file
 from tether.spelling import did_you_mean
 from tether.text.data.columns import Columns
@@ -79,7 +79,7 @@ def rows_of_object(name: str, columns: Columns | None = None) -> Rows:
     Raises:
         ValueError: it has no length, cannot be indexed, or has invalid items.
     """
-    dataset, argument = held(name), name.removeprefix(PREFIX)
+    dataset, argument = registered_object(name), name.removeprefix(PREFIX)
     if hasattr(dataset, "__arrow_c_stream__"):  # the tables of pandas, pyarrow and polars
         dataset = _table(dataset, argument)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, str | Mapping):

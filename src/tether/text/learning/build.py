@@ -39,7 +39,7 @@ from tether.loop.engine import Engine, Learner, LossSpec, UpdatePlan
 from tether.loop.run import loss_by_step, optimizer_options, policy_loss_options, selection_options
 from tether.loss_requirements import REQUIRED_AGGREGATION
 from tether.runtime.install import pip_install
-from tether.runtime.objects import held, is_object
+from tether.runtime.objects import is_object, registered_object
 from tether.text.data.config import DataConfig
 from tether.text.learning.advantages import asks_for
 from tether.text.learning.config_distillation import DistillationConfig, read_teachers
@@ -89,7 +89,9 @@ def check_router_replay(config: RunConfig, policy: Path | str) -> None:
     if mode == "disabled":
         return
     trust = config.actor_rollout_ref.model.trust_remote_code
-    model_config = held(str(policy)).config if is_object(policy) else load_config(policy, trust_remote_code=trust)
+    model_config = (
+        registered_object(str(policy)).config if is_object(policy) else load_config(policy, trust_remote_code=trust)
+    )
     if experts_per_token(model_config) is None:
         raise ValueError(
             f"{key}={mode}: {type(model_config).__name__} (actor_rollout_ref.model.path) has no experts, so there is "
@@ -153,7 +155,7 @@ def load_policy(
     """
     saved = checkpoint / "actor" if checkpoint else None
     source = saved if saved and not model_config.lora_rank else path
-    model_class = type(held(str(path))) if is_object(path) else AutoModelForCausalLM
+    model_class = type(registered_object(str(path))) if is_object(path) else AutoModelForCausalLM
     model = load_causal_lm(
         source,
         dtype=torch.float32,

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tether.batch import KeptTokens, Prompt, RolloutBatch, as_token_ids
-from tether.runtime.interrupt import give_up_if_interrupted
+from tether.runtime.interrupt import raise_if_interrupted
 from tether.runtime.worker_pool import WorkersFailed
 from tether.text.data.prompts import decode
 from tether.text.learning.collector import Collector, ScoredResponses, seconds_by_row
@@ -147,7 +147,7 @@ class EpisodeCollector(Collector):
                 on_ended(episode, played)
             if calls or ended:
                 last_progress = time.monotonic()
-            give_up_if_interrupted(last_progress, "no program made a call or ended")
+            raise_if_interrupted(last_progress, "no program made a call or ended")
 
     def _answer(self, calls: Sequence[PendingCall], sampling: SamplingParams, key: NoiseKey) -> None:
         """Answer calls; those with the same token limit are one batch."""

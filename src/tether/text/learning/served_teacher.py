@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tether.batch import TrainBatch
 from tether.config import RunConfig, reference_models, served_teachers
-from tether.runtime.http import check_listening, secret_from
+from tether.runtime.http import check_listening, read_secret
 from tether.text.learning.config_distillation import TeacherConfig
 from tether.text.learning.losses import PolicyForward, PolicyOutputs
 from tether.text.rewards.service.endpoint import Endpoint, EndpointError
@@ -38,7 +38,7 @@ class ServedTeacher:
         key = f"{section}.server_url"
         assert teacher.server_url is not None
         check_listening(teacher.server_url, key)
-        secret = secret_from(teacher.api_key_env, f"{section}.api_key_env")
+        secret = read_secret(teacher.api_key_env, f"{section}.api_key_env")
         url = f"{teacher.server_url.rstrip('/')}/v1/completions"
         endpoint = Endpoint(url, secret, teacher.timeout, teacher.attempts)
         return cls(key, endpoint, teacher.served_model or str(teacher.model_path), teacher.max_concurrent)

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tether.runtime.disk import in_a_line, is_of_content
-from tether.runtime.objects import held, is_object
+from tether.runtime.disk import is_content_error, summarize_error
+from tether.runtime.objects import is_object, registered_object
 from tether.spelling import did_you_mean
 from tether.text.models.layers import use_tether_attention
 from tether.text.models.lazy_weights import has_lazy_weights, lazy_model
@@ -40,7 +40,7 @@ def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Toke
         ValueError: there is no tokenizer, or it has no end-of-sequence token.
     """
     if is_object(path):
-        tokenizer = held(str(path))
+        tokenizer = registered_object(str(path))
         if not isinstance(tokenizer, Tokenizer):
             raise ValueError(f"tokenizer: {type(tokenizer).__name__} is no tokenizer of transformers; give tokenizer=")
     else:
@@ -257,7 +257,7 @@ def _explain_import_errors(path: Path | str, config: PreTrainedConfig, *, truste
 
 
 def _own_model(name: Path | str) -> PreTrainedModel:
-    model = held(str(name))
+    model = registered_object(str(name))
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model: {type(model).__name__} is no transformers.PreTrainedModel")
     return model
@@ -294,7 +294,7 @@ def _loading(what: str, fix: str, *, own_code: bool, more: tuple[type[Exception]
     try:
         yield
     except Exception as error:
-        broken = isinstance(error, StrictDataclassError) or is_of_content(error)
+        broken = isinstance(error, StrictDataclassError) or is_content_error(error)
         if not isinstance(error, expected) and (own_code or not broken):
             raise
         if not own_code and "trust_remote_code" in str(error):
@@ -316,4 +316,4 @@ def _first_line(error: Exception) -> str:
         return " ".join(str(error).split())
     if isinstance(error, OSError | ImportError) or type(error) is ValueError:
         return str(error).strip().splitlines()[0].rstrip(".")
-    return in_a_line(error)
+    return summarize_error(error)

@@ -240,13 +240,13 @@ def _check_on_hub(name: str) -> None:
     tokenizer."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
-    from tether.runtime.hugging_face import asking_hugging_face
+    from tether.runtime.hugging_face import hugging_face_errors
 
     if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
         check_is_text(name, read_json(Path(cached), dict, COPY_AGAIN))
         return
     missing = f"{name}: no directory here and not in the hub's cache, and"
-    with asking_hugging_face(missing, "give the path of a model's directory, or one of `tether model list`."):
+    with hugging_face_errors(missing, "give the path of a model's directory, or one of `tether model list`."):
         HfApi().model_info(name, timeout=10)
 
 

@@ -13,7 +13,7 @@ from modelscope.hub.api import HubApi
 from modelscope_hub.errors import NetworkError, ServerError
 
 from tether.runtime.disk import writing
-from tether.runtime.modelscope import asking_modelscope
+from tether.runtime.modelscope import modelscope_errors
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def modelscope_directory(name: str, cache_dir: Path) -> Path:
     Raises:
         ValueError: ModelScope does not have the model, cannot be reached, or the disk is full.
     """
-    with writing(cache_dir, "make room, or name another folder by TETHER_CACHE"), asking_modelscope(f"{name}:", FIX):
+    with writing(cache_dir, "make room, or name another folder by TETHER_CACHE"), modelscope_errors(f"{name}:", FIX):
         try:
             folder = Path(snapshot_download(name, cache_dir=str(cache_dir / "modelscope")))
         except (NetworkError, ServerError) as error:
@@ -58,7 +58,7 @@ def check_on_modelscope(name: str, cache_dir: Path) -> None:
     """
     if _downloaded(name, cache_dir):
         return
-    with asking_modelscope(f"{name}:", FIX):
+    with modelscope_errors(f"{name}:", FIX):
         files = HubApi().get_model_files(name, recursive=False)
     if "config.json" not in {file["Path"] for file in files}:
         raise ValueError(f"{name}: has no config.json on ModelScope, so it is no model. Correct the name.")

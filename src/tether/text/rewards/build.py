@@ -17,7 +17,7 @@ from tether.distributed.handles import Replicas
 from tether.integrations import integration
 from tether.loop.engine import Engine
 from tether.runtime.cache import cache_dir
-from tether.runtime.http import check_listening, secret_from
+from tether.runtime.http import check_listening, read_secret
 from tether.runtime.machine import resolve_device
 from tether.runtime.objects import is_object
 from tether.runtime.threads import usable_cores
@@ -170,7 +170,7 @@ def _served(server: ScoringServerConfig, reader: ConversationReader, model: str)
     key = "reward_model.server"
     assert server.url is not None
     check_listening(server.url, f"{key}.url")
-    secret = secret_from(server.api_key_env, f"{key}.api_key_env")
+    secret = read_secret(server.api_key_env, f"{key}.api_key_env")
     endpoint = Endpoint(f"{server.url.rstrip('/')}/classify", secret, server.timeout, server.attempts)
     name = server.model or model
     return RemoteRewards(ServedRewardModel(reader.written, endpoint, server.api, name), server.max_concurrent)
@@ -227,7 +227,7 @@ def check_judge(key: str, section: JudgePart) -> None:
     """
     judge_of(key, section)
     if section.base_url is not None:
-        secret_from(section.api_key_env, f"{key}.api_key_env")
+        read_secret(section.api_key_env, f"{key}.api_key_env")
         check_listening(section.base_url, f"{key}.base_url")
     else:
         path = resolve_model_path(str(section.path), cache_dir())
@@ -253,7 +253,7 @@ def build_judge(
         return ModelRewards(model_judge(judge, EngineAnswers(engine, tokenizer, section.max_tokens, context, template)))
     endpoint = Endpoint(
         f"{str(section.base_url).rstrip('/')}/chat/completions",
-        secret_from(section.api_key_env, f"{key}.api_key_env"),
+        read_secret(section.api_key_env, f"{key}.api_key_env"),
         section.timeout,
         section.attempts,
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
-from tether.runtime.objects import held, is_object
+from tether.runtime.objects import is_object, registered_object
 from tether.runtime.user_files import import_python_file
 from tether.spelling import did_you_mean
 from tether.text.rewards.router import RewardFunction
@@ -54,7 +54,7 @@ def load_reward_function(
             accept the arguments.
     """
     if is_object(path):
-        function = held(str(path))
+        function = registered_object(str(path))
         if not callable(function):
             raise ValueError(f"reward={function!r:.80}: is not a function; it is called as {_call_syntax(arguments)}")
         name = getattr(function, "__name__", type(function).__name__)

@@ -19,7 +19,7 @@ from tether.integrations import integration
 from tether.loop.alarms import mismatch_tolerance
 from tether.loop.config import TrainerConfig
 from tether.loop.engine import AnyLearner
-from tether.runtime.hugging_face import asking_hugging_face
+from tether.runtime.hugging_face import hugging_face_errors
 from tether.runtime.machine import cuda_names
 from tether.runtime.objects import is_object
 from tether.runtime.ranks import SERVERS_STATUS
@@ -240,7 +240,7 @@ def _has_safetensors(model: Path) -> bool:
 def _link_files(model: Path | str, folder: Path) -> None:
     """Link the policy's weight files into the folder of the servers' config, which may have overridden entries."""
     if isinstance(model, str):
-        with asking_hugging_face(f"{model}: its weights", "set actor_rollout_ref.rollout.load_format=dummy."):
+        with hugging_face_errors(f"{model}: its weights", "set actor_rollout_ref.rollout.load_format=dummy."):
             model = Path(snapshot_download(model, allow_patterns=[*WEIGHT_FILES]))
     for link in filter(Path.is_symlink, folder.iterdir()):  # left by a run with a different model
         link.unlink()

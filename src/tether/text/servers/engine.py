@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tether.batch import KeptTokens, RolloutBatch, TokenIds, WeightUpdate, as_token_ids
 from tether.keyed_random import seed_of
-from tether.runtime.interrupt import give_up_if_interrupted
+from tether.runtime.interrupt import raise_if_interrupted
 from tether.runtime.ranks import RankLost
 from tether.text.models.truncation_record import KeptRecorder
 from tether.text.sampling.protocol import (
@@ -307,7 +307,7 @@ class ServedEngine:
                             future.cancel()
                     for server in failures:
                         server.cut()  # this also ends its other requests
-                    give_up_if_interrupted(watch.last_progress())
+                    raise_if_interrupted(watch.last_progress())
             except BaseException:
                 for future in running:
                     future.cancel()

@@ -18,7 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from tether.runtime.interrupt import give_up_if_interrupted
+from tether.runtime.interrupt import raise_if_interrupted
 from tether.runtime.program import start_program
 from tether.runtime.supervised import SupervisedProcess
 from tether.text.servers.api import GenerateRequest, Launch, SampledRow, ServerApi, SupportsLora
@@ -115,7 +115,7 @@ class InferenceServer(SamplingServer):
             if time.monotonic() > next_log:
                 self._log_waiting(time.monotonic() - started, error)
                 next_log += LOG_EVERY_SECONDS
-            give_up_if_interrupted(started, f"the {title} server did not start")
+            raise_if_interrupted(started, f"the {title} server did not start")
             time.sleep(0.1)
         if not self._was_ready:
             if isinstance(self.launch_or_url, str) and self._claim is None:

@@ -43,7 +43,7 @@ from tether.loop.engine import (
 )
 from tether.loop.incident import Incidents
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
-from tether.runtime.machine import deterministic_kernels, return_held_memory
+from tether.runtime.machine import deterministic_kernels, release_memory_periodically
 from tether.text.learning.engines.copies import to_cpu, tree_to_cpu, with_weights
 from tether.text.learning.engines.master_weights import MasterWeights
 from tether.text.learning.engines.shares import writers
@@ -260,7 +260,7 @@ class AutogradEngine(Generic[Outputs]):
             measured.append(term.metrics)
             for name, share in term.shares.items():
                 shares[name] = shares.get(name, 0.0) + share.detach().double()
-            return_held_memory()
+            release_memory_periodically()
         for _ in range(padding):
             torch.stack(
                 [output.sum() for output in tensors_of(self._run(loss.forward, padding_row()))]

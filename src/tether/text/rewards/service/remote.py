@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 
-from tether.runtime.interrupt import give_up_if_interrupted
+from tether.runtime.interrupt import raise_if_interrupted
 from tether.text.rewards.outcome import RewardError, RewardOutcome, RewardRequest
 from tether.text.rewards.service.endpoint import EndpointError
 from tether.text.rewards.service.protocol import Rewards
@@ -60,4 +60,4 @@ def _wait(future: Future[tuple[RewardOutcome, float]]) -> tuple[RewardOutcome, f
         except NotYet:
             if future.done():  # the call itself raised a TimeoutError
                 raise
-            give_up_if_interrupted(start, "the server that scores responses gave no answer")
+            raise_if_interrupted(start, "the server that scores responses gave no answer")

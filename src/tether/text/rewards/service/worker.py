@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, MappingView, Sequence, Set
 from tether.runtime.channel import Channel
 from tether.runtime.event_loop import event_loop, finished
 from tether.runtime.guard import adopt_orphans, descendants, end_descendants, has_children
-from tether.runtime.printable import print_harmlessly
-from tether.runtime.user_files import place_of, words_of
+from tether.runtime.printable import install_safe_printing
+from tether.runtime.user_files import describe_error, error_location
 from tether.text.rewards.custom import CustomReward, load_reward_function
 from tether.text.rewards.outcome import RewardError, RewardOutcome, RewardRequest, dump_answer, outcome_of
 from tether.text.rewards.router import RewardFunction, find_reward
@@ -49,7 +49,7 @@ def serve(channel: Channel) -> None:
     custom, programs, timeout = pickle.loads(first)
     asyncio.set_event_loop(event_loop())  # for files that get the current loop when they are imported
     adopt_orphans()
-    print_harmlessly()  # many reward functions print the response
+    install_safe_printing()  # many reward functions print the response
     try:
         find = _reward_finder(custom, programs)
     except ValueError as error:
@@ -147,5 +147,5 @@ def call_for_all(function: RewardFunction, requests: Sequence[RewardRequest]) ->
 
 
 def _raised(error: BaseException) -> RewardError:
-    reason = f"{words_of(error)[:_MESSAGE_HEAD]}{place_of(error)}"
+    reason = f"{describe_error(error)[:_MESSAGE_HEAD]}{error_location(error)}"
     return RewardError(f"the reward function raised {reason}", traceback.format_exc()[-_TRACEBACK_TAIL:])

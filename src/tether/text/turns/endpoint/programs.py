@@ -22,8 +22,8 @@ from tether.integrations import integration
 from tether.runtime.channel import Channel
 from tether.runtime.event_loop import finished
 from tether.runtime.guard import end_descendants
-from tether.runtime.printable import print_harmlessly, printable
-from tether.runtime.user_files import definition, place_of, words_of
+from tether.runtime.printable import install_safe_printing, printable
+from tether.runtime.user_files import definition, describe_error, error_location
 from tether.runtime.worker_pool import Work, WorkerPool
 from tether.text.turns.config import ENDPOINT_PROGRAM, VERIFIERS
 from tether.types import JsonObject
@@ -99,7 +99,7 @@ def serve(channel: Channel) -> None:
     if first is None:
         return
     program, timeout = pickle.loads(first)
-    print_harmlessly()
+    install_safe_printing()
     try:
         is_function = program == VERIFIERS or re.fullmatch(OWN_FUNCTION, program)
         play = _function(program) if is_function else _command(program)
@@ -127,7 +127,7 @@ def _function(program: str) -> Callable[[EpisodeTask], EpisodeResult]:
             result = finished(function(episode.row))
             return EpisodeResult(None if result is None else float(result))
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, including SystemExit
-            return EpisodeResult(error=f"the program failed: {words_of(error)[:500]}{place_of(error)}")
+            return EpisodeResult(error=f"the program failed: {describe_error(error)[:500]}{error_location(error)}")
         finally:
             if os.getpid() != process:
                 os._exit(0)  # the function forked, and the copy returned from the call

@@ -22,8 +22,8 @@ from tether.integrations import integration
 from tether.runtime.channel import Channel
 from tether.runtime.event_loop import event_loop, finished
 from tether.runtime.install import pip_install
-from tether.runtime.printable import print_harmlessly
-from tether.runtime.user_files import definition, import_python_file, place_of, raised_by_tether, words_of
+from tether.runtime.printable import install_safe_printing
+from tether.runtime.user_files import definition, describe_error, error_location, import_python_file, raised_by_tether
 from tether.text.turns.tools.pool import MAX_ANSWER, CallRequest, LoadRequest, Reply, StepRequest
 from tether.text.turns.tools.spec import (
     FUNCTIONS_KEY,
@@ -51,7 +51,7 @@ def serve(channel: Channel) -> None:
         return
     specs, server_tools, timeout = pickle.loads(first)
     asyncio.set_event_loop(event_loop())  # for classes whose constructors get the current loop
-    print_harmlessly()
+    install_safe_printing()
     try:
         handler = RequestHandler(specs, server_tools, report=lambda what: channel.send(json.dumps([what]).encode()))
     except ValueError as error:
@@ -152,8 +152,8 @@ class RequestHandler:
             return self._step(request, beat)
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, including SystemExit
             # The policy reads error messages of tools, which must not depend on file paths.
-            place = place_of(error) if isinstance(request, StepRequest) else ""
-            return Reply(error=words_of(error)[:_MESSAGE_HEAD] + place)
+            place = error_location(error) if isinstance(request, StepRequest) else ""
+            return Reply(error=describe_error(error)[:_MESSAGE_HEAD] + place)
         finally:
             if os.getpid() != pid:
                 os._exit(0)  # a tool forked the worker, and the copy returned from the call
@@ -316,7 +316,7 @@ def _functions(spec: FunctionsSpec) -> Iterator[tuple[JsonObject, Callable[..., 
         try:
             yield {**get_json_schema(function), "type": "function"}, function
         except Exception as error:
-            what = f"{spec.place}: {name} has no schema ({words_of(error)})"
+            what = f"{spec.place}: {name} has no schema ({describe_error(error)})"
             fix = "Describe it and its arguments in a docstring with `Args:`, give each argument a type, or list the"
             raise ValueError(f"{what}. {fix} functions that are tools in __all__") from error
 
@@ -342,7 +342,7 @@ def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
                 what = f"{spec.place}: {spec.library_name} needs the package {error.name}, which is not installed"
                 raise ValueError(f"{what}. Run: {pip_install('verifiers')}") from error
             what = f"{spec.place}.{spec.class_key}={spec.class_name}: cannot be imported"
-            raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error
+            raise ValueError(f"{what} ({describe_error(error)}){error_location(error)}") from error
     if not inspect.isclass(loaded):
         raise ValueError(f"{spec.place}: {spec.class_name} is a {type(loaded).__name__}, not a class")
     if problem := class_problem(spec, dir(loaded), _signature(loaded)):
@@ -355,7 +355,7 @@ def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
                 place = "" if spec.place == spec.library_name else f"{spec.place}: "
                 raise ValueError(f"{place}{error}") from error
             what = f"{spec.place}: {spec.title} cannot be prepared"
-            raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error
+            raise ValueError(f"{what} ({describe_error(error)}){error_location(error)}") from error
     return loaded
 
 
@@ -386,4 +386,4 @@ def _instantiate(tool_class: Any, arguments: JsonObject, spec: ToolSpec) -> Any:
         return tool_class(**arguments)
     except Exception as error:
         what = f"{spec.place}: {spec.class_name} cannot be created with config {spec.config}"
-        raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error
+        raise ValueError(f"{what} ({describe_error(error)}){error_location(error)}") from error
