@@ -30,7 +30,7 @@ from tether.integrations.megatron.engine import MegatronEngine
 from tether.loop.engine import UpdatePlan
 from tether.plan.architecture import from_config
 from tether.plan.memory import megatron_state
-from tether.text.learning.engines.ranks import from_all
+from tether.text.learning.engines.ranks import gather_objects
 
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4},
@@ -81,7 +81,7 @@ def measure(family: str, layout: MegatronLayout, dtype: torch.dtype) -> list[flo
     seconds = [_least(lambda: engine._read(weights)), _least(lambda: list(engine.export().tensors))]
     sizes = from_config(model.config.to_dict(), family)
     expected = megatron_state(sizes, layout, dist.get_world_size(), dtype.itemsize)
-    return [expected, max(from_all(held(engine))), *(1e9 * one / numbers for one in seconds)]
+    return [expected, max(gather_objects(held(engine))), *(1e9 * one / numbers for one in seconds)]
 
 
 def _least(work: Callable[[], object]) -> float:

@@ -14,7 +14,7 @@ from tests.control.learning.test_control_network import gradients as control_gra
 from tests.pairwise import pairwise_parameters
 from tests.text.learning.batches import ROWS, gradients, make_batch, make_critic, make_engine, make_policy
 from tether.batch import TrainBatch
-from tether.control.learning.flat import within_policy_memory
+from tether.control.learning.flat import retry_with_smaller_micro_batches
 from tether.control.learning.losses import ControlLoss, Samples
 from tether.control.policies.mlp_policy import ControlPolicy
 from tether.control.policies.network_policy import Torso
@@ -249,7 +249,7 @@ def test_perceptrons_that_do_not_fit_are_split(caplog, monkeypatch) -> None:
     for name, gradient in whole.items():
         torch.testing.assert_close(split[name], gradient, rtol=1e-10, atol=1e-12)
     policy.micro_batch = None
-    found = within_policy_memory(policy, review, 18)
+    found = retry_with_smaller_micro_batches(policy, review, 18)
     assert policy.micro_batch == 4  # 18, 9, 4
     for part in ("outputs", "values", "final_values"):
         torch.testing.assert_close(getattr(found, part), getattr(expected, part), rtol=1e-10, atol=1e-12)
@@ -274,7 +274,7 @@ def test_a_long_rollout_with_pictures_is_split_below_a_column(name: str, monkeyp
         return fits(obs.batch_size.numel(), look(self, obs))
 
     monkeypatch.setattr(Torso, "_before_lstm", fail_on_many)
-    found = within_policy_memory(policy, review, 12)
+    found = retry_with_smaller_micro_batches(policy, review, 12)
     for part in ("outputs", "values", "final_values"):
         torch.testing.assert_close(getattr(found, part), getattr(expected, part), rtol=1e-10, atol=1e-12)
 

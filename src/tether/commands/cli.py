@@ -633,7 +633,7 @@ def main() -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # otherwise libraries would draw progress bars in files and pipes
     hide_warnings_of_packages()
-    # Like `python -m`, because a user\'s files import packages from the working directory.
+    # Like `python -m`, because a user's files import packages from the working directory.
     append_import_path(Path.cwd())
     red = None if os.environ.get("NO_COLOR") else typer.colors.RED
     try:

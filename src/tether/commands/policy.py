@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tether.checkpoints import find_checkpoint, run_of
 from tether.config import LoadedConfig, RunConfig, load_config, values_of
-from tether.loop.engine import named_out_of_memory
+from tether.loop.engine import explain_out_of_memory
 from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json, reading
 from tether.runtime.objects import is_object, register_objects
 from tether.text.data.prompts import decode
@@ -58,7 +58,7 @@ class Policy:
     ) -> None:
         self._text, self._control = text, control
 
-    @named_out_of_memory()
+    @explain_out_of_memory()
     def generate(
         self,
         prompts: str | Sequence[object],
@@ -149,7 +149,7 @@ class Policy:
         return self._control
 
 
-@named_out_of_memory()
+@explain_out_of_memory()
 def load(
     folder: Path | str,
     *,

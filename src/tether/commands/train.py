@@ -11,7 +11,7 @@ from tether.checkpoints import CheckpointStore, roll_back
 from tether.commands.build import build
 from tether.commands.result import TrainingResult, read_result
 from tether.config import LoadedConfig, RunConfig, changes_since
-from tether.loop.engine import named_out_of_memory
+from tether.loop.engine import explain_out_of_memory
 from tether.loop.parts import Callbacks
 from tether.loop.run import Run
 from tether.plan.devices import GIB, Device, gib, host_memory
@@ -47,7 +47,7 @@ class _Rollback:
     """Checkpoint of an earlier step, to which the run returns."""
 
 
-@named_out_of_memory()
+@explain_out_of_memory()
 def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingResult:
     """Train with a configuration; an existing run in its folder resumes.
 

@@ -50,13 +50,13 @@ from tether.loop.loop import Schedule, Trainer
 from tether.loop.preflight import MemoryNeed, Preflight, preflight
 from tether.loop.run import (
     Run,
-    after_rollbacks,
     begin_run,
     build_profiler,
     build_recorder,
     find_start,
-    loss_by_step,
     ranks_line,
+    scheduled_loss,
+    with_rollback_learning_rate,
 )
 from tether.observations import describe
 from tether.runtime.global_rng import seed_rng
@@ -88,7 +88,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         resources.enter_context(RunLock(directory))
         loaded = fit_defaults(loaded)  # first, because checkpoints are saved with these defaults
         store, checkpoint = find_start(loaded)
-        loaded = after_rollbacks(loaded, store, checkpoint)
+        loaded = with_rollback_learning_rate(loaded, store, checkpoint)
         config = loaded.config
         trainer_config, train = config.trainer, config.env.train
         set_threads(trainer_config.num_threads)
@@ -119,7 +119,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             trust_pickles=trainer_config.trust_checkpoint_pickle,
         )
         actor = build_learner(config, roles, schedule.total_steps)
-        ahead = SamplingAhead.of_mode(
+        ahead = SamplingAhead.from_async_mode(
             mode,
             config.actor_rollout_ref.rollout.max_staleness,
             source,
@@ -414,7 +414,7 @@ def build_learner(config: RunConfig, roles: ControlRoles, total_steps: int) -> L
         actor.shuffle,
         config.trainer.seed,
         target_kl=actor.target_kl,
-        leads_rate=actor.target_kl_control == "lr",
+        adapts_lr=actor.target_kl_control == "lr",
     )
     forward = RolloutForward(config.algorithm.logprob_type)
 
@@ -428,7 +428,7 @@ def build_learner(config: RunConfig, roles: ControlRoles, total_steps: int) -> L
         loss_spec(loss, forward),
         plan,
         critic_loss=loss_spec(replace(loss, critic_only=True), forward) if roles.policy.spec.value_width else None,
-        loss_at=loss_by_step(actor, total_steps, lambda actor: loss_spec(loss_of(actor), forward)),
+        loss_at=scheduled_loss(actor, total_steps, lambda actor: loss_spec(loss_of(actor), forward)),
     )
 
 

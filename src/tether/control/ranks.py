@@ -47,11 +47,11 @@ from tether.loop.engine import (
     LossSpec,
     MicroBatchTooLarge,
     OutOfMemory,
-    Updated,
     UpdatePlan,
-    named_out_of_memory,
+    UpdateResult,
+    explain_out_of_memory,
 )
-from tether.loop.rank_exchange import Writing, from_all
+from tether.loop.rank_exchange import BackgroundWriter, gather_objects
 from tether.observations import ObsLayout
 from tether.runtime.global_rng import rng_state, seed_rng, set_rng_state
 from tether.runtime.machine import resolve_device
@@ -138,13 +138,13 @@ class FlatRankEngine(FlatEngine):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._writing = Writing()
+        self._writing = BackgroundWriter()
         dist.broadcast(self._flat.values, 0)
         self._flat.finish_update()
         for buffer in self.policy.buffers():
             dist.broadcast(buffer, 0)
 
-    def learn(self, rows: Samples, seen: Observations, loss: AnyLoss, plan: UpdatePlan, step: int) -> Updated[Any]:
+    def learn(self, rows: Samples, seen: Observations, loss: AnyLoss, plan: UpdatePlan, step: int) -> UpdateResult[Any]:
         """Update the policy as `Engine.update` describes.
 
         Args:
@@ -173,10 +173,10 @@ class FlatRankEngine(FlatEngine):
         super().load_state(file)
         return self.version
 
-    def _within_memory(self, attempt: Callable[[], Result], rows: int) -> Result:
+    def _retry_if_out_of_memory(self, attempt: Callable[[], Result], rows: int) -> Result:
         limit = self.policy.micro_batch or rows
         try:
-            with named_out_of_memory(f"a forward or backward pass with {MICRO_BATCH}={limit}", SMALLER):
+            with explain_out_of_memory(f"a forward or backward pass with {MICRO_BATCH}={limit}", SMALLER):
                 return attempt()
         except OutOfMemory as error:
             if limit <= 1:
@@ -210,7 +210,7 @@ class FlatRankEngine(FlatEngine):
         return square.sqrt()
 
     def _keep_incident(self, step: int, loss: ControlLoss, mini: Samples, draws: Draws) -> None:
-        shares = from_all((self._local_rows(mini).cpu(), self._mine(mini).obs.cpu()))
+        shares = gather_objects((self._local_rows(mini).cpu(), self._mine(mini).obs.cpu()))
         if dist.get_rank() > 0:
             return
         order = torch.cat([is_local.nonzero().squeeze(1) for is_local, _ in shares]).argsort()
@@ -309,11 +309,13 @@ class ShardedFlatEngine(EngineHandle):
             bootstrap_values,
         )
 
-    def update(self, batch: Samples, loss: LossSpec[Any, Any], plan: UpdatePlan, step: int) -> Updated[RolloutOutputs]:
+    def update(
+        self, batch: Samples, loss: LossSpec[Any, Any], plan: UpdatePlan, step: int
+    ) -> UpdateResult[RolloutOutputs]:
         # Each observation is sent to one rank, other columns to all.
         shares = dealt(batch, self._group.size)
         arguments = [(rows, seen, loss, plan, step) for rows, seen in shares]
-        updated: Updated[RolloutOutputs] = self._call("learn", arguments)[0]
+        updated: UpdateResult[RolloutOutputs] = self._call("learn", arguments)[0]
         self.version += 1
         return updated
 

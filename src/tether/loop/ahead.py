@@ -55,7 +55,7 @@ POLL_SECONDS = 0.1
 """Interval of progress updates while a step waits for its batch."""
 
 
-class _Closing(Exception):
+class _SamplingCancelled(Exception):
     """Raised in the sampler when the run ends and the batch in progress is no longer needed."""
 
 
@@ -119,7 +119,7 @@ class SamplingAhead(Generic[Batch, Details]):
         """The state of the source after the last step that was begun."""
 
     @classmethod
-    def of_mode(
+    def from_async_mode(
         cls,
         mode: str,
         max_staleness: int,
@@ -141,7 +141,7 @@ class SamplingAhead(Generic[Batch, Details]):
 
     def begin(self, step: int) -> None:
         self.load_weights(self._export())
-        with self._exclusive(self._newest):
+        with self._exclusive_rollouts(self._newest):
             self._rollouts.begin(step)
 
     def collect(self, tasks: object, step: int, time: Timer, progress: Progress) -> Experience[Batch, Details]:
@@ -175,12 +175,12 @@ class SamplingAhead(Generic[Batch, Details]):
 
         def report(done: int, total: int) -> None:
             if self._closing:
-                raise _Closing
+                raise _SamplingCancelled
             self._progress[step] = (done, total)
             if self._partial:
                 self._load(self._newest)
 
-        with self._exclusive(weights):
+        with self._exclusive_rollouts(weights):
             assert self._loaded is not None, "`begin` comes first"
             version = self._loaded.version
             start, source_metrics = time.perf_counter(), self._source.metrics()
@@ -190,7 +190,7 @@ class SamplingAhead(Generic[Batch, Details]):
             return _Drawn(step, experience, version, self._source.state_dict())
 
     @contextmanager
-    def _exclusive(self, weights: WeightUpdate | None) -> Iterator[None]:
+    def _exclusive_rollouts(self, weights: WeightUpdate | None) -> Iterator[None]:
         """Give exclusive use of the rollouts, loaded with these weights or, for None, the newest."""
         # The second lock makes access first come, first served.
         with self._queue_lock:
@@ -210,7 +210,7 @@ class SamplingAhead(Generic[Batch, Details]):
         self._newest = weights.copied()  # training continues to change the originals
 
     def evaluate(self, step: int, progress: Progress) -> EvaluationResult:
-        with self._exclusive(self._newest):
+        with self._exclusive_rollouts(self._newest):
             return self._rollouts.evaluate(step, progress)
 
     def checkpoint_extras(self, *, in_step: bool) -> CheckpointExtras:

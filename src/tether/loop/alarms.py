@@ -293,7 +293,7 @@ class Drift:
 
     is_detected: Callable[[float, float], bool]
     message: str
-    unless_learned: bool = False
+    unless_score_rises: bool = False
     """Whether it is harmless if the score has risen."""
 
 
@@ -308,7 +308,7 @@ DRIFTS: Mapping[str, Drift] = {
         lambda now, first: now <= SHORT * first,
         "responses have shrunk from {first:.0f} to {now:.1f} tokens (response_length/mean), {score}. Check whether "
         "the reward, or a penalty for length, favours empty responses",
-        unless_learned=True,
+        unless_score_rises=True,
     ),
     "response/repeated_fraction": Drift(
         lambda now, first: now >= REPEATED and first <= REPEATED / 2,
@@ -320,7 +320,7 @@ DRIFTS: Mapping[str, Drift] = {
         lambda now, first: abs(now) <= COLLAPSED_ENTROPY and abs(first) > 3 * COLLAPSED_ENTROPY,
         "actor/entropy is {now:.2g} ({first:.2g} at first), {score}: the policy no longer explores. Resume from an "
         "earlier checkpoint, add an entropy bonus (actor_rollout_ref.actor.entropy_coeff)",
-        unless_learned=True,
+        unless_score_rises=True,
     ),
 }
 
@@ -366,7 +366,7 @@ class Alarms:
         self.step = int(metrics.get("training/global_step", self.step + 1))
         self.sampled_at = self.step - int(metrics.get("training/staleness", 0))
         if (same := metrics.get(IDENTICAL)) is not None:
-            self._watch(
+            self._check_consecutive(
                 "replies",
                 same >= SAME_REPLY,
                 SAME_REPLY_STEPS,
@@ -379,7 +379,7 @@ class Alarms:
             )
         explained = metrics.get("critic/vf_explained_var")
         if explained is not None and not warming_up:
-            self._watch(
+            self._check_consecutive(
                 "critic",
                 explained <= MIN_EXPLAINED_VARIANCE,
                 CRITIC_STEPS,
@@ -392,7 +392,7 @@ class Alarms:
         for role in ("actor", "critic"):
             if (skipped := metrics.get(f"{role}/skipped_updates")) is not None:
                 norm = metrics.get(f"{role}/grad_norm", 0.0)  # the norm of the updates that were not skipped
-                self._watch(
+                self._check_consecutive(
                     f"{role} skipped",
                     skipped > 0 and (norm == 0 or math.isnan(norm)),
                     SKIPPED_STEPS,
@@ -406,7 +406,7 @@ class Alarms:
                 )
         if (abstained := metrics.get("reward/abstain_rate")) is not None:
             failed = metrics.get("reward/error_rate", 0.0)
-            self._watch(
+            self._check_consecutive(
                 "unscored",
                 abstained > 0 and abstained + failed > 1 - 1e-9,
                 UNSCORED_STEPS,
@@ -418,7 +418,7 @@ class Alarms:
             )
         if (calls := metrics.get(CALLS, 0.0)) > 0:
             failed = metrics.get(FAILED_CALLS, 0.0)
-            self._watch(
+            self._check_consecutive(
                 "tools",
                 failed >= FAILING_TOOLS * calls,
                 FAILING_STEPS,
@@ -436,7 +436,7 @@ class Alarms:
     def check_validation(self, metrics: Mapping[str, float], warn: Warn) -> None:
         """Compare an evaluation with earlier ones, and the score of each data source with that of a constant answer."""
         if drop := self.history.add_evaluation(self.step, evaluation_score(metrics)):
-            self._watch(
+            self._check_consecutive(
                 "held-out",
                 drop.is_clear,
                 1,
@@ -450,7 +450,7 @@ class Alarms:
             for key, share in metrics.items()
             if key.startswith("val-aux/") and key.endswith("/acc/missing_fraction")
         ]
-        self._watch(
+        self._check_consecutive(
             "partial acc",
             bool(missing),
             1,
@@ -468,7 +468,7 @@ class Alarms:
             if score is None or not clear or questions < MAJORITY_QUESTIONS:
                 continue
             converged = "replies" in self.active
-            self._watch(
+            self._check_consecutive(
                 key,
                 abs(score - majority) <= MAJORITY_MARGIN,
                 1 if converged else MAJORITY_EVALUATIONS,
@@ -484,7 +484,7 @@ class Alarms:
     def _check_decay(self, metrics: Mapping[str, float], warn: Warn) -> None:
         """Warn once if weight decay changes the policy without a signal, because the metrics look like learning."""
         decays = metrics.get("actor/lr", 0.0) * self.weight_decay >= MIN_DECAY
-        self._once(
+        self._warn_once(
             "decay",
             decays and metrics.get("actor/grad_norm") == 0,
             f"step {self.step} has no gradient for the policy (actor/grad_norm is 0), but the optimizer "
@@ -498,7 +498,7 @@ class Alarms:
         """Warn once if only the entropy bonus moves the policy: Adam normalises its small gradient, so the update is as
         large as one that follows a reward."""
         silent = metrics.get("critic/advantages/max") == metrics.get("critic/advantages/min") == 0
-        self._once(
+        self._warn_once(
             "bonus",
             silent and self.entropy_coeff > 0 and metrics.get("actor/grad_norm", 0.0) > 0,
             f"all advantages of step {self.step} are 0, so the entropy bonus alone moves the policy, at the full "
@@ -510,7 +510,7 @@ class Alarms:
     def _check_jump(self, metrics: Mapping[str, float], warn: Warn) -> None:
         """Warn once per run, at the first step with a large update, when restarting is still cheap."""
         update_kl, rate = metrics.get("actor/ppo_kl", 0.0), metrics.get("actor/lr", math.nan)
-        self._once(
+        self._warn_once(
             "jump",
             not abs(update_kl) < LARGE_UPDATE_KL,  # NaN, too
             f"the update of this step moved the policy by {update_kl:.2g} nats per token (actor/ppo_kl; healthy below "
@@ -518,7 +518,7 @@ class Alarms:
             warn,
         )
 
-    def _once(self, name: str, holds: bool, message: str, warn: Warn) -> None:
+    def _warn_once(self, name: str, holds: bool, message: str, warn: Warn) -> None:
         """Warn the first time in a run that the problem holds."""
         if holds and name not in self.active:
             self.active.append(name)
@@ -539,7 +539,7 @@ class Alarms:
         advantages = metrics.get("critic/advantages/max", 0.0) - metrics.get("critic/advantages/min", 0.0)
         dead = gradient <= COLLAPSED_GRADIENT and (abs(entropy) <= COLLAPSED_ENTROPY or advantages > 0)
         learned = progress > 0 and progress >= KEPT_PROGRESS * best
-        self._watch(
+        self._check_consecutive(
             "alike",
             metrics.get("critic/advantages/max") == metrics.get("critic/advantages/min") == 0
             and not learned
@@ -552,7 +552,7 @@ class Alarms:
             "(tether reward check)",
             warn,
         )
-        self._watch(
+        self._check_consecutive(
             "collapse",
             dead and not learned,
             COLLAPSED_STEPS,
@@ -575,18 +575,18 @@ class Alarms:
         for key, drift in DRIFTS.items():
             if (now := metrics.get(key)) is not None:
                 first = self.first.setdefault(key, now)
-                detected = drift.is_detected(now, first) and (lost or not drift.unless_learned)
+                detected = drift.is_detected(now, first) and (lost or not drift.unless_score_rises)
                 message = drift.message.format(now=now, first=first, score=score_text)
-                self._watch(key, detected, DRIFTED_STEPS, f"{message}, or {advice}", warn, is_collapse=True)
+                self._check_consecutive(key, detected, DRIFTED_STEPS, f"{message}, or {advice}", warn, is_collapse=True)
         if score is not None and (key := next((key for key in DISTANCES if key in metrics), "")):
             message = (
                 f"the policy is {metrics[key]:.2g} nats per token away ({key}), {score_text}: nothing is gained by it"
             )
             detected = metrics[key] >= LARGE_DISTANCE and lost
             message = f"{message}. Resume from an earlier checkpoint and {advice}"
-            self._watch("distance", detected, DRIFTED_STEPS, message, warn, is_collapse=True)
+            self._check_consecutive("distance", detected, DRIFTED_STEPS, message, warn, is_collapse=True)
 
-    def _watch(
+    def _check_consecutive(
         self,
         name: str,
         detected: bool,

@@ -178,7 +178,7 @@ def out_of_memory_message(error: BaseException, where: str | None = None, advice
 
 
 @contextmanager
-def named_out_of_memory(where: str | None = None, advice: str = LOWER) -> Iterator[None]:
+def explain_out_of_memory(where: str | None = None, advice: str = LOWER) -> Iterator[None]:
     """Add where it happened and advice to an out-of-memory error; the arguments are those of `out_of_memory_message`.
 
     Raises:
@@ -193,7 +193,7 @@ def named_out_of_memory(where: str | None = None, advice: str = LOWER) -> Iterat
         raise OutOfMemory(message) from None
 
 
-def within_memory(
+def retry_with_smaller_limit(
     attempt: Callable[[Limit], Result],
     limit: Limit,
     halved: Callable[[Limit], Limit | None],
@@ -311,7 +311,7 @@ class UpdatePlan:
     """Mean importance ratio above which a mini-batch's optimizer step is skipped; None: no limit."""
     target_kl: float | None = None
     """Target or limit of the KL from the sampling policy, for control policies."""
-    leads_rate: bool = False
+    adapts_lr: bool = False
     """Whether the learning rate adapts to the KL after each epoch: it falls if the KL is above twice `target_kl`, and
     rises if it is below half of it. Otherwise epochs end once the KL is above `target_kl`."""
 
@@ -331,7 +331,7 @@ class UpdatePlan:
 
 
 @dataclass(frozen=True)
-class Updated(Generic[Outputs]):
+class UpdateResult(Generic[Outputs]):
     """The result of an update."""
 
     metrics: dict[str, float]
@@ -354,7 +354,9 @@ class Engine(Protocol[Batch, Outputs]):
         """Run `forward` over all rows without gradients, and return the outputs in the batch's order."""
         ...
 
-    def update(self, batch: Batch, loss: LossSpec[Batch, Outputs], plan: UpdatePlan, step: int) -> Updated[Outputs]:
+    def update(
+        self, batch: Batch, loss: LossSpec[Batch, Outputs], plan: UpdatePlan, step: int
+    ) -> UpdateResult[Outputs]:
         """Train on a rollout: `plan.epochs` passes of mini-batches, with one optimizer step each.
 
         Args:
@@ -418,7 +420,7 @@ class Learner(Generic[Batch, Outputs]):
         """Return the outputs for all rows, without gradients."""
         return self.engine.infer(batch, self.forward)
 
-    def update(self, batch: Batch, step: int, *, critic_only: bool = False) -> Updated[Outputs]:
+    def update(self, batch: Batch, step: int, *, critic_only: bool = False) -> UpdateResult[Outputs]:
         """Train on the batch as `Engine.update` does, or only the critic with `critic_loss`."""
         loss, settings = self.loss_at(step) if self.loss_at else (self.loss, {})
         if critic_only:

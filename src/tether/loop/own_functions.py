@@ -44,9 +44,9 @@ def policy_loss(name: str) -> Callable[..., TokenLoss]:
 @cache
 def _own_estimator(name: str) -> Callable[..., Advantages]:
     function = _load(name, ESTIMATOR_KEY, ESTIMATOR_ARGUMENTS, ADVANTAGE_ESTIMATORS)
-    toy = _toy()
+    toy = _example_inputs()
     keywords = {key: toy[key] for key in _required(function, ESTIMATOR_ARGUMENTS)}
-    result = _called(function, ESTIMATOR_KEY, name, [toy["rewards"], toy["response_mask"]], keywords)
+    result = _call_checked(function, ESTIMATOR_KEY, name, [toy["rewards"], toy["response_mask"]], keywords)
     if not isinstance(result, Advantages):
         raise ValueError(
             f"{ESTIMATOR_KEY}={name}: returns {type(result).__name__}; expected tether.algorithms.Advantages"
@@ -59,11 +59,11 @@ def _own_estimator(name: str) -> Callable[..., Advantages]:
 @cache
 def _own_loss(name: str) -> Callable[..., TokenLoss]:
     function = _load(name, LOSS_KEY, LOSS_ARGUMENTS, POLICY_LOSSES)
-    toy = _toy()
+    toy = _example_inputs()
     keywords = {key: toy[key] for key in _required(function, LOSS_ARGUMENTS)}
     log_probs = toy["log_probs"].requires_grad_()
     tensors = [log_probs, toy["old_log_probs"], toy["advantages"], toy["response_mask"]]
-    result = _called(function, LOSS_KEY, name, tensors, keywords)
+    result = _call_checked(function, LOSS_KEY, name, tensors, keywords)
     if not isinstance(result, TokenLoss):
         raise ValueError(f"{LOSS_KEY}={name}: returns {type(result).__name__}; expected tether.algorithms.TokenLoss")
     _check_tokens(result.loss, toy["response_mask"], f"{LOSS_KEY}={name}: loss")
@@ -104,7 +104,7 @@ def _required(function: Callable[..., Any], arguments: tuple[str, ...]) -> list[
     return [p.name for p in parameters if p.name not in arguments and p.default is p.empty]
 
 
-def _called(
+def _call_checked(
     function: Callable[..., Any], key: str, name: str, tensors: list[Tensor], keywords: Mapping[str, Any]
 ) -> Any:
     try:
@@ -123,7 +123,7 @@ def _check_tokens(value: object, mask: Tensor, what: str) -> None:
         raise ValueError(f"{what} has a number that is not finite on a batch of finite ones")
 
 
-def _toy() -> dict[str, Any]:
+def _example_inputs() -> dict[str, Any]:
     """Return inputs for a test call: two groups, with one row without tokens and one with a tool's output inside."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.tensor([[True, True, True], [True, False, True], [True, True, False], [False, False, False]])

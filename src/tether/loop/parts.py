@@ -114,7 +114,8 @@ class Saver:
     def submit(self, step: int, complete: Complete) -> None:
         """Complete the checkpoint of a step; earlier ones must have been collected."""
         assert self._pending is None
-        self._step, self._pending = step, self._thread.submit(complete) if self.background else _done(complete())
+        self._step = step
+        self._pending = self._thread.submit(complete) if self.background else _completed_future(complete())
 
     def collect(self, on_saved: OnSaved, *, wait: bool) -> None:
         """Call `on_saved` if the submitted checkpoint is complete; with `wait`, wait for it first."""
@@ -127,7 +128,7 @@ class Saver:
         self._thread.shutdown()
 
 
-def _done(path: Path) -> Future[Path]:
+def _completed_future(path: Path) -> Future[Path]:
     future: Future[Path] = Future()
     future.set_result(path)
     return future

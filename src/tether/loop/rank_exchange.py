@@ -15,7 +15,7 @@ from torch import Tensor
 Value = TypeVar("Value")
 
 
-def from_all(value: Value) -> list[Value]:
+def gather_objects(value: Value) -> list[Value]:
     """Gather the value of each rank, in order."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, pickled(value))
@@ -49,7 +49,7 @@ def _tensor(numbers: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
     return torch.frombuffer(bytearray(numbers), dtype=dtype).view(shape)
 
 
-class Writing:
+class BackgroundWriter:
     """Runs one job at a time in a thread; errors of writing files are returned, since the rank can continue."""
 
     def __init__(self) -> None:

@@ -63,12 +63,12 @@ def find_start(loaded: LoadedConfig) -> tuple[CheckpointStore, Path | None]:
     checkpoint = store.resolve(trainer.resume_mode, resume_path)
     if checkpoint:
         if not (checkpoint / TRAINING).is_dir():
-            raise ValueError(_only_weights(checkpoint, store.newest_before(step_of(checkpoint))))
+            raise ValueError(_weights_only_message(checkpoint, store.newest_before(step_of(checkpoint))))
         check_resumable(checkpoint / "run.yaml", loaded)
     return store, checkpoint
 
 
-def _only_weights(checkpoint: Path, earlier: Path | None) -> str:
+def _weights_only_message(checkpoint: Path, earlier: Path | None) -> str:
     """Return the message about a checkpoint without training state, naming an earlier complete one if there is any."""
     path = shlex.quote(f"trainer.resume_from_path={earlier}")
     model = shlex.quote(f"actor_rollout_ref.model.path={checkpoint}")
@@ -101,7 +101,7 @@ def checkpoint_line(config: RunConfig, models: Iterable[nn.Module]) -> list[str]
     return [f"checkpoints: about {needed / 1e9:.1f} GB, {when}; {free / 1e9:.1f} GB are free{remedy}"]
 
 
-def after_rollbacks(loaded: LoadedConfig, store: CheckpointStore, checkpoint: Path | None) -> LoadedConfig:
+def with_rollback_learning_rate(loaded: LoadedConfig, store: CheckpointStore, checkpoint: Path | None) -> LoadedConfig:
     """Return the configuration with the learning rate reduced by earlier rollbacks.
 
     Raises:
@@ -261,7 +261,7 @@ def policy_loss_options(actor: ActorConfig) -> dict[str, float | None]:
     }
 
 
-def loss_by_step(actor: ActorConfig, total_steps: int, make: Callable[[ActorConfig], AnyLoss]) -> LossByStep | None:
+def scheduled_loss(actor: ActorConfig, total_steps: int, make: Callable[[ActorConfig], AnyLoss]) -> LossByStep | None:
     """Return `Learner.loss_at` for a decaying clip range or entropy bonus; None if both are constant."""
     falls = {
         "clip_ratio_low": actor.clip_ratio_schedule == "linear",

@@ -246,7 +246,7 @@ def _build_async_sampling(
 ) -> SamplingAhead[Any, Any] | None:
     """Return the component that samples asynchronously; None if sampling and training alternate."""
     config, mode = loaded.config, loaded.config.trainer.async_mode
-    return SamplingAhead.of_mode(
+    return SamplingAhead.from_async_mode(
         mode,
         config.actor_rollout_ref.rollout.max_staleness,
         source,

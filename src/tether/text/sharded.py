@@ -15,7 +15,7 @@ from tether.batch import RolloutBatch, TokenIds, TrainBatch, WeightUpdate
 from tether.distributed.handles import EngineHandle, Replicas, WeightsOnRanks
 from tether.distributed.transfers import WEIGHTS
 from tether.distributed.worker import Group
-from tether.loop.engine import Forward, LossSpec, Outputs, Updated, UpdatePlan
+from tether.loop.engine import Forward, LossSpec, Outputs, UpdatePlan, UpdateResult
 from tether.text.learning.engines.local import scattered
 from tether.text.learning.engines.shares import join_shares
 from tether.text.learning.packing import Assign, balance_metrics, balanced, divide, mini_batches, sequence_lengths
@@ -45,7 +45,7 @@ class ShardedEngine(EngineHandle, Generic[Outputs]):
 
     def update(
         self, batch: TrainBatch, loss: LossSpec[TrainBatch, Outputs], plan: UpdatePlan, step: int
-    ) -> Updated[Outputs]:
+    ) -> UpdateResult[Outputs]:
         minis = mini_batches(batch.response_mask, plan, step, batch.episode)
         work = _work(batch)
         shares = divide(minis, work, len(self._replicas.output_ranks), self._assign)
@@ -61,7 +61,7 @@ class ShardedEngine(EngineHandle, Generic[Outputs]):
                 outputs.append(updated.outputs[first])
                 row_indices.append(rows[first])
         metrics = results[0].metrics | balance_metrics(minis, shares, sequence_lengths(batch).tolist(), work)
-        return Updated(metrics, scattered(outputs, row_indices, len(batch)) if outputs else None)
+        return UpdateResult(metrics, scattered(outputs, row_indices, len(batch)) if outputs else None)
 
     def saving(self, folder: Path, state: Path | None, *, copy: bool) -> Callable[[], None]:
         # Each rank writes its shard in a separate thread.

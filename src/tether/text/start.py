@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from tether.checkpoints import CheckpointStore
 from tether.config import LoadedConfig
-from tether.loop.run import after_rollbacks, find_start
+from tether.loop.run import find_start, with_rollback_learning_rate
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
 from tether.runtime.run_lock import RunLock
@@ -49,6 +49,6 @@ def start_run(loaded: LoadedConfig, resources: ExitStack) -> Start:
         resources.callback(enable_progress_bar)
     resources.enter_context(RunLock(Path(trainer.default_local_dir)))
     store, checkpoint = find_start(loaded)
-    loaded = with_template_date(after_rollbacks(loaded, store, checkpoint), checkpoint)
+    loaded = with_template_date(with_rollback_learning_rate(loaded, store, checkpoint), checkpoint)
     formats = decided_formats(loaded.config, device, checkpoint)
     return Start(loaded.with_values(formats, "what this device computes in"), device, store, checkpoint, formats)

@@ -284,7 +284,7 @@ def test_warmup_of_a_shared_critic_moves_only_its_layer():
 
 def test_the_kl_leads_the_learning_rate():
     policy = make_policy(SPECS["discrete"])
-    plan = UpdatePlan(8, 4, shuffle=True, target_kl=1e-6, leads_rate=True)
+    plan = UpdatePlan(8, 4, shuffle=True, target_kl=1e-6, adapts_lr=True)
     learner = flat_learner(policy, ControlLoss(), plan, OPTIONS, 1e-2)
     metrics = learner.update(make_samples(policy), 0).metrics
     assert metrics["actor/epochs"] == 4
@@ -293,7 +293,7 @@ def test_the_kl_leads_the_learning_rate():
     again.engine.load_state_dict(learner.engine.state_dict())
     assert again.engine._rates(0) == learner.engine._rates(0)
     far = flat_learner(
-        policy, ControlLoss(), UpdatePlan(8, 1, shuffle=True, target_kl=1e6, leads_rate=True), OPTIONS, 1e-2
+        policy, ControlLoss(), UpdatePlan(8, 1, shuffle=True, target_kl=1e6, adapts_lr=True), OPTIONS, 1e-2
     )
     assert far.update(make_samples(policy), 0).metrics["actor/lr"] == pytest.approx(1.5e-2)
 

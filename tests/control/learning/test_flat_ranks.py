@@ -23,7 +23,7 @@ from tether.loop.incident import replay
 BAD_ROW = 3
 PLANS = {
     "shuffled": UpdatePlan(mini_batch_rows=12, epochs=2, shuffle=True),  # the last one is short, or one row
-    "led by the KL": UpdatePlan(mini_batch_rows=16, epochs=3, shuffle=True, target_kl=1e-3, leads_rate=True),
+    "led by the KL": UpdatePlan(mini_batch_rows=16, epochs=3, shuffle=True, target_kl=1e-3, adapts_lr=True),
     "ended by the KL": UpdatePlan(mini_batch_rows=4, epochs=8, target_kl=1e-3),
 }
 

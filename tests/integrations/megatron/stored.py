@@ -28,7 +28,7 @@ from tether.integrations.megatron.groups import start
 from tether.integrations.megatron.mapping import tensor_mappings
 from tether.integrations.megatron.model import Role, build
 from tether.integrations.megatron.transfer import Placed, load_weights
-from tether.text.learning.engines.ranks import from_all
+from tether.text.learning.engines.ranks import gather_objects
 from tether.text.models.fused_experts import Unfused
 from tether.text.models.load import load_config
 
@@ -128,7 +128,7 @@ def _save(
 def unlike(layout: MegatronLayout, cases: dict[str, tuple[Path, Path, Role]]) -> dict[str, set[str]]:
     """Of each case the tensors of any rank that differ, read out of a directory of transformers and of Megatron."""
     start(layout)
-    found = from_all({name: _unlike(layout, *case) for name, case in cases.items()})
+    found = gather_objects({name: _unlike(layout, *case) for name, case in cases.items()})
     return {name: set().union(*(of_rank[name] for of_rank in found)) for name in cases}
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from tether.batch import TrainBatch
 from tether.distributed import StoredWeights
 from tether.distributed.weights import weight_chunks
-from tether.loop.engine import LossSpec, OptimizerOptions, Updated, UpdatePlan
+from tether.loop.engine import LossSpec, OptimizerOptions, UpdatePlan, UpdateResult
 from tether.text.learning.engines.fsdp import FsdpEngine, Sharding
 from tether.text.learning.packing import (
     Assign,
@@ -44,7 +44,7 @@ def share(
     return divide(minis, costs(batch), dist.get_world_size() // together, assign)[dist.get_rank() // together]
 
 
-def learn(engine: FsdpEngine[Any], batch: TrainBatch, loss: LossSpec, plan: UpdatePlan, step: int = 0) -> Updated:
+def learn(engine: FsdpEngine[Any], batch: TrainBatch, loss: LossSpec, plan: UpdatePlan, step: int = 0) -> UpdateResult:
     """An update of which each rank gets its rows only."""
     minis = mini_batches(batch.response_mask, plan, step)
     rows, parts = share(engine, batch, minis)

@@ -42,7 +42,7 @@ from tether.checkpoints import save_state
 from tether.integrations.megatron import MegatronLayout
 from tether.integrations.megatron.engine import MegatronEngine, MegatronOptions
 from tether.integrations.megatron.shards import main_grad
-from tether.loop.engine import LossSpec, Updated, UpdatePlan
+from tether.loop.engine import LossSpec, UpdatePlan, UpdateResult
 from tether.loop.incident import replay
 from tether.text.learning.engines.copies import empty_copy
 from tether.text.learning.engines.local import LocalEngine
@@ -111,7 +111,9 @@ def share(
     return divide(minis, costs(batch), len(engine.output_ranks), assign)[engine.place()[0]]
 
 
-def learn(engine: MegatronEngine[Any], batch: TrainBatch, loss: LossSpec, plan: UpdatePlan, step: int = 0) -> Updated:
+def learn(
+    engine: MegatronEngine[Any], batch: TrainBatch, loss: LossSpec, plan: UpdatePlan, step: int = 0
+) -> UpdateResult:
     """An update of which each replica gets its rows only."""
     rows, parts = share(engine, batch, mini_batches(batch.response_mask, plan, step))
     return engine.learn(batch[rows], loss, plan, parts, step)
@@ -199,7 +201,7 @@ def updates(
     make = make or partial(policy_of, layout)
     batch = make_batch(make(), critic_of(layout))
 
-    def by_one() -> tuple[dict[str, Tensor], Updated]:
+    def by_one() -> tuple[dict[str, Tensor], UpdateResult]:
         engine = make_engine(make(), FOUR_ROWS)
         last = [engine.update(batch, loss, PLAN, step) for step in range(2)][-1]
         return weights(engine.model), last

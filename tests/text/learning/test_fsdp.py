@@ -41,7 +41,7 @@ from tests.text.learning.fsdp_ranks import (
 from tests.tiny import save_tiny, tiny_model
 from tether.batch import TrainBatch
 from tether.checkpoints import load_state, save_state
-from tether.loop.engine import LossSpec, Updated, UpdatePlan, move_state
+from tether.loop.engine import LossSpec, UpdatePlan, UpdateResult, move_state
 from tether.loop.incident import replay
 from tether.text.learning.engines.fsdp import FsdpEngine
 from tether.text.learning.engines.local import LocalEngine
@@ -102,7 +102,7 @@ def gradients_of_one(estimator: str, loss: str = "policy") -> tuple[TrainBatch, 
 @cache
 def updates_of_one(
     steps: tuple[int, ...], loss: str = "plain", plan: UpdatePlan = PLAN
-) -> tuple[TrainBatch, dict[str, Tensor], Updated]:
+) -> tuple[TrainBatch, dict[str, Tensor], UpdateResult]:
     """A batch, the weights that updates by one process leave, and the last of them."""
     batch = make_batch(make_policy(), make_critic())
     engine = make_engine(make_policy(), FOUR_ROWS)

@@ -32,10 +32,10 @@ from tether.loop.engine import (
     AnyLoss,
     Forward,
     OptimizerOptions,
-    Updated,
     UpdatePlan,
+    UpdateResult,
     learning_rate,
-    within_memory,
+    retry_with_smaller_limit,
 )
 from tether.loop.incident import Incidents
 from tether.loop.run import optimizer_options
@@ -218,10 +218,10 @@ class FlatEngine:
         """
         rows = batch.actions.shape[:2].numel()
         with deterministic_kernels():  # as in the update, so that ratios are 1 before its first step
-            return self._within_memory(lambda: forward(self.policy, batch, None), rows)
+            return self._retry_if_out_of_memory(lambda: forward(self.policy, batch, None), rows)
 
     @torch.no_grad()
-    def update(self, batch: Samples, loss: AnyLoss, plan: UpdatePlan, step: int) -> Updated[RolloutOutputs]:
+    def update(self, batch: Samples, loss: AnyLoss, plan: UpdatePlan, step: int) -> UpdateResult[RolloutOutputs]:
         """Update the policy as `Engine.update` describes; metrics are of the last epoch. An empty batch changes
         nothing."""
         self.version += 1
@@ -263,7 +263,7 @@ class FlatEngine:
             "critic/lr": critic_rate,
             "actor/epochs": float(epochs),
         }
-        return Updated(metrics)
+        return UpdateResult(metrics)
 
     def gradients(self, mini: Samples, loss: ControlLoss, draws: Draws = torch.Generator) -> Outputs:
         """Compute the gradient of a mini-batch's loss in every parameter's ``grad``.
@@ -278,7 +278,7 @@ class FlatEngine:
         """
         rows = mini.old_log_probs.shape[:-1].numel()
         with deterministic_kernels():
-            return self._within_memory(lambda: self._gradients(mini, loss, draws), rows)
+            return self._retry_if_out_of_memory(lambda: self._gradients(mini, loss, draws), rows)
 
     @torch.no_grad()
     def _gradients(self, mini: Samples, loss: ControlLoss, draws: Draws) -> Outputs:
@@ -313,8 +313,8 @@ class FlatEngine:
         """Return a faster implementation of `gradients` for mini-batches of this size; None if none applies."""
         return PreallocatedGradients.of(self.policy, loss, mini)
 
-    def _within_memory(self, attempt: Callable[[], Result], rows: int) -> Result:
-        return within_policy_memory(self.policy, attempt, rows)
+    def _retry_if_out_of_memory(self, attempt: Callable[[], Result], rows: int) -> Result:
+        return retry_with_smaller_micro_batches(self.policy, attempt, rows)
 
     def _mine(self, rows: Samples) -> Samples:
         """Return the rows whose decisions this engine computes, with their observations."""
@@ -386,7 +386,7 @@ class FlatEngine:
         adapts to the KL instead, adapt it."""
         assert plan.target_kl is not None
         kl, target = self._kl(samples, loss), plan.target_kl
-        if not plan.leads_rate:
+        if not plan.adapts_lr:
             return kl > target
         if kl > 2 * target:
             self._rate_factor = max(self._rate_factor / RATE_FACTOR, 1 / RATE_BOUND)
@@ -398,7 +398,7 @@ class FlatEngine:
         """Return the mean KL (k3 estimate) from the sampling policy to the current one, in nats per decision."""
         rows = samples.old_log_probs.shape[:-1].numel()
         mine = self._mine(samples)
-        outputs = self._within_memory(lambda: self.policy.outputs(mine.obs, mine.memory, mine.actions), rows)
+        outputs = self._retry_if_out_of_memory(lambda: self.policy.outputs(mine.obs, mine.memory, mine.actions), rows)
         decided = mine.decisions()
         columns = self.policy.head.evaluate(outputs, decided.actions).log_probs
         log_probs = self._of_all(samples, loss.log_probs(columns, decided.mask, self._chunk))
@@ -438,7 +438,7 @@ class SkippedControlMiniBatch:
         return FlatEngine(self._policy, OptimizerOptions(lr=0.0), critic_lr=0.0)
 
 
-def within_policy_memory(policy: Policy, attempt: Callable[[], Result], rows: int) -> Result:
+def retry_with_smaller_micro_batches(policy: Policy, attempt: Callable[[], Result], rows: int) -> Result:
     """Run a function of a policy, in smaller micro-batches if it does not fit into memory.
 
     Args:
@@ -454,7 +454,7 @@ def within_policy_memory(policy: Policy, attempt: Callable[[], Result], rows: in
         policy.micro_batch = limit
         return attempt()
 
-    result, policy.micro_batch = within_memory(
+    result, policy.micro_batch = retry_with_smaller_limit(
         try_with,
         policy.micro_batch,
         lambda limit: None if limit == 1 else (limit or rows) // 2 or 1,

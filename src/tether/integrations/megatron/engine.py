@@ -37,8 +37,17 @@ from tether.integrations.megatron.head import StatesHead
 from tether.integrations.megatron.layout import experts_of
 from tether.integrations.megatron.model import MegatronModel, Role, build, describe
 from tether.integrations.megatron.shards import Shard, Shards, main_grad
-from tether.loop.engine import Forward, LossSizes, LossSpec, OptimizerOptions, Outputs, Updated, UpdatePlan, move_state
-from tether.loop.rank_exchange import Writing, from_all
+from tether.loop.engine import (
+    Forward,
+    LossSizes,
+    LossSpec,
+    OptimizerOptions,
+    Outputs,
+    UpdatePlan,
+    UpdateResult,
+    move_state,
+)
+from tether.loop.rank_exchange import BackgroundWriter, gather_objects
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.runtime.machine import deterministic_kernels
 from tether.text.learning.engines.copies import to_cpu, tree_to_cpu, with_weights
@@ -112,7 +121,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         written = zip(self._names, writers(empty, dist.get_world_size()), strict=True)
         self._mine = {name for name, writer in written if writer == dist.get_rank()}
         self._buffers = {name for name, _ in empty.named_buffers()} & set(empty.state_dict())
-        self._writing = Writing()
+        self._writing = BackgroundWriter()
         groups.start(options.layout)
         trains = optimizer is not None
         self.megatron: MegatronModel = build(
@@ -124,7 +133,7 @@ class MegatronEngine(RanksEngine[Outputs]):
             trainable=trains,
             adapters=MegatronAdapters.of(empty),
         )
-        every = from_all(self.place())
+        every = gather_objects(self.place())
         self.output_ranks = [
             [place == (replica, True) for place in every].index(True) for replica in range(_replicas())
         ]
@@ -138,7 +147,7 @@ class MegatronEngine(RanksEngine[Outputs]):
             wide = compute_dtype in (torch.bfloat16, torch.float16)
             ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=wide)
             pairs = [(p, _holders(p)) for chunk in self.megatron.chunks for p in chunk.parameters() if p.requires_grad]
-            if not all(from_all(bool(pairs))):
+            if not all(gather_objects(bool(pairs))):
                 raise ValueError(
                     "target_modules and exclude_modules leave a pipeline stage without an adapter, so that it has "
                     "nothing to train. Give a layer of each stage one, or lower pipeline_model_parallel_size."
@@ -182,7 +191,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         plan: UpdatePlan,
         minis: Sequence[MiniBatch],
         step: int,
-    ) -> Updated[Outputs]:
+    ) -> UpdateResult[Outputs]:
         with self._on_device(training=True):
             return super().learn(batch, loss, plan, minis, step)
 
@@ -207,7 +216,7 @@ class MegatronEngine(RanksEngine[Outputs]):
                 outputs.routed_experts = experts  # type: ignore[attr-defined]  # if the forward records them
             return scattered(collected, positions, len(batch)) if collected else None
 
-        return self._within_memory(attempt, micro, sizes)
+        return self._retry_if_out_of_memory(attempt, micro, sizes)
 
     def _sum_gradients(
         self, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], sizes: LossSizes, groups: list[list[int]]
@@ -397,7 +406,7 @@ class MegatronEngine(RanksEngine[Outputs]):
     def _moments_to_write(self) -> dict[int, dict[str, Tensor]]:
         """Return AdamW's moments of the weights that this rank writes, by their index among the trained weights."""
         assert self.optimizer
-        if not any(from_all(bool(self.optimizer.state))):
+        if not any(gather_objects(bool(self.optimizer.state))):
             return {}
         mine = [(number, name) for number, name in enumerate(self._trained_names) if name in self._mine]
         names = {name for _, name in mine}
@@ -408,7 +417,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         """Return all training state except weights and moments."""
         assert self.optimizer
         numbers = list(range(len(self._trained_names)))
-        steps = from_all([moments["step"] for moments in list(self.optimizer.state.values())[:1]])
+        steps = gather_objects([moments["step"] for moments in list(self.optimizer.state.values())[:1]])
         (step,) = next(filter(None, steps), [None])
         groups = [group | {"params": numbers} for group in self.optimizer.state_dict()["param_groups"]]
         steps_by_parameter = {} if step is None else {number: {"step": step} for number in numbers}

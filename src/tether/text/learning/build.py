@@ -36,7 +36,7 @@ from tether.config.schema import (
     RefConfig,
 )
 from tether.loop.engine import Engine, Learner, LossSpec, UpdatePlan
-from tether.loop.run import loss_by_step, optimizer_options, policy_loss_options, selection_options
+from tether.loop.run import optimizer_options, policy_loss_options, scheduled_loss, selection_options
 from tether.loss_requirements import REQUIRED_AGGREGATION
 from tether.runtime.install import pip_install
 from tether.runtime.objects import is_object, registered_object
@@ -304,7 +304,7 @@ def build_actor(config: RunConfig, engine: PolicyEngine, total_steps: int) -> Le
         ),
         _actor_loss(config, actor),
         replace(update_plan(actor, rollout.n, config.trainer.seed), max_ratio=actor.early_stop_imp_ratio),
-        loss_at=loss_by_step(actor, total_steps, partial(_actor_loss, config)),
+        loss_at=scheduled_loss(actor, total_steps, partial(_actor_loss, config)),
     )
 
 

@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 
 from tests.control.learning.flat_learner import flat_learner
-from tether.control.learning.flat import within_policy_memory
+from tether.control.learning.flat import retry_with_smaller_micro_batches
 from tether.control.learning.losses import ControlLoss, Samples
 from tether.control.policies.mlp_policy import load_policy, save_policy
 from tether.control.policies.spec import NUMBERS, PICTURE, TEXT
@@ -224,7 +224,7 @@ def test_a_rollout_that_does_not_fit_passes_in_smaller_parts(kind, monkeypatch):
         return prompt(self, seen)
 
     monkeypatch.setattr(VlaModel, "prompt", fail_on_many)
-    found = within_policy_memory(policy, review, 15)
+    found = retry_with_smaller_micro_batches(policy, review, 15)
     assert policy.micro_batch == 3  # 15, 7, 3
     for part in ("outputs", "values", "final_values"):
         torch.testing.assert_close(getattr(found, part), getattr(whole, part))

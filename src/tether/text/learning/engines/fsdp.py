@@ -27,8 +27,17 @@ from transformers import PreTrainedModel
 
 from tether.batch import TrainBatch, WeightUpdate
 from tether.checkpoints import load_state, save_moments, save_state
-from tether.loop.engine import Forward, LossSpec, OptimizerOptions, Outputs, Updated, UpdatePlan, load_adamw, move_state
-from tether.loop.rank_exchange import Writing, from_all
+from tether.loop.engine import (
+    Forward,
+    LossSpec,
+    OptimizerOptions,
+    Outputs,
+    UpdatePlan,
+    UpdateResult,
+    load_adamw,
+    move_state,
+)
+from tether.loop.rank_exchange import BackgroundWriter, gather_objects
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.text.learning.engines.copies import empty_copy, to_cpu, tree_to_cpu, with_all_names, with_weights
 from tether.text.learning.engines.local import tensors_of
@@ -89,7 +98,7 @@ class FsdpEngine(RanksEngine[Outputs]):
     ) -> None:
         self._empty = empty_copy(model)  # for rebuilding the whole model when it is gathered
         self._writers = writers(model, dist.get_world_size())
-        self._writing = Writing()
+        self._writing = BackgroundWriter()
         self._compute_dtype = compute_dtype or model.dtype
         self.sharding, self._device = sharding, model.device
         self.output_ranks = range(0, dist.get_world_size(), sharding.sequence)
@@ -105,7 +114,7 @@ class FsdpEngine(RanksEngine[Outputs]):
     def _check(self) -> None:
         """Check the weights as `prepare_for_packing` does; this was not possible before they were loaded."""
         shards = [(name, _local_tensor(parameter)) for name, parameter in self.model.named_parameters()]
-        broken = from_all([name for name, shard in shards if not is_finite(shard)])
+        broken = gather_objects([name for name, shard in shards if not is_finite(shard)])
         refuse_non_finite(self.model, sorted(set(chain.from_iterable(broken))))
         with torch.no_grad(), self._weights_on_device():
             self._root(lambda: compare_packing(self.model, self._compute_dtype))
@@ -130,7 +139,7 @@ class FsdpEngine(RanksEngine[Outputs]):
         plan: UpdatePlan,
         minis: Sequence[MiniBatch],
         step: int,
-    ) -> Updated[Outputs]:
+    ) -> UpdateResult[Outputs]:
         assert self.optimizer
         with self._weights_on_device():
             rests = self.sharding.offload_optimizer and not self.sharding.on_host

@@ -32,14 +32,14 @@ from tether.loop.engine import (
     LossSpec,
     OptimizerOptions,
     Outputs,
-    Updated,
     UpdatePlan,
+    UpdateResult,
     build_adamw,
+    explain_out_of_memory,
     learning_rate,
     load_adamw,
-    named_out_of_memory,
+    retry_with_smaller_limit,
     set_learning_rate,
-    within_memory,
 )
 from tether.loop.incident import Incidents
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
@@ -155,7 +155,7 @@ class AutogradEngine(Generic[Outputs]):
                     self._run(forward, padding_row())
             return scattered(outputs, groups, len(batch)) if outputs else None
 
-        return self._within_memory(attempt, micro, sizes)
+        return self._retry_if_out_of_memory(attempt, micro, sizes)
 
     def learn(
         self,
@@ -164,7 +164,7 @@ class AutogradEngine(Generic[Outputs]):
         plan: UpdatePlan,
         minis: Sequence[MiniBatch],
         step: int,
-    ) -> Updated[Outputs]:
+    ) -> UpdateResult[Outputs]:
         """Make one optimizer step for each mini-batch; see `tether.loop.engine.Engine.update`."""
         assert self.optimizer, "a frozen model has no update"
         assert self.options
@@ -192,7 +192,7 @@ class AutogradEngine(Generic[Outputs]):
                 continue
             norm = self._clip_gradients(self.options.grad_clip)
             if math.isfinite(norm):
-                with named_out_of_memory("the optimizer's step", MOMENTS):
+                with explain_out_of_memory("the optimizer's step", MOMENTS):
                     self.optimizer.step()
                 self._weights_changed()
                 norms.append(norm)
@@ -209,7 +209,7 @@ class AutogradEngine(Generic[Outputs]):
             "lr": rate,
             "skipped_updates": float(skipped),
         }
-        return Updated(metrics, scattered(outputs, positions, len(batch)) if outputs else None)
+        return UpdateResult(metrics, scattered(outputs, positions, len(batch)) if outputs else None)
 
     def accumulate_gradients(
         self, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], sizes: LossSizes | None = None
@@ -235,7 +235,7 @@ class AutogradEngine(Generic[Outputs]):
             return self._sum_gradients(mini, loss, sizes, micro.split(rows))
 
         with deterministic_kernels():
-            measured, shares, outputs = self._within_memory(attempt, self.micro, rows)
+            measured, shares, outputs = self._retry_if_out_of_memory(attempt, self.micro, rows)
         measured, shares = self._reduce_over_ranks(measured, shares)
         one = torch.tensor(1.0)
         means: dict[str, Metric] = {name: Mean(total, one) for name, total in shares.items()}
@@ -311,12 +311,14 @@ class AutogradEngine(Generic[Outputs]):
     ) -> None:
         self._incidents.keep(step, self.model, SkippedMiniBatch(self.model, self.reference, mini, loss))
 
-    def _within_memory(
+    def _retry_if_out_of_memory(
         self, attempt: Callable[[MicroBatching], Result], micro: MicroBatching, rows: Sequence[RowSize]
     ) -> Result:
         """Run an attempt with these limits, or with smaller ones that were needed before."""
         limit = self._reduced.get(micro, micro)
-        result, self._reduced[micro] = within_memory(attempt, limit, lambda limit: limit.halved(rows), str, TOO_LONG)
+        result, self._reduced[micro] = retry_with_smaller_limit(
+            attempt, limit, lambda limit: limit.halved(rows), str, TOO_LONG
+        )
         return result
 
 
@@ -377,7 +379,7 @@ class LocalEngine(AutogradEngine[Outputs]):
 
     def update(
         self, batch: TrainBatch, loss: LossSpec[TrainBatch, Outputs], plan: UpdatePlan, step: int
-    ) -> Updated[Outputs]:
+    ) -> UpdateResult[Outputs]:
         return self.learn(batch, loss, plan, mini_batches(batch.response_mask, plan, step, batch.episode), step)
 
     def export(self) -> WeightUpdate:

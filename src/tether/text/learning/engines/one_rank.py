@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from tether.loop.engine import Outputs
-from tether.loop.rank_exchange import Writing
+from tether.loop.rank_exchange import BackgroundWriter
 from tether.text.learning.engines.copies import with_all_names
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.engines.ranks import run_or_report_too_large
@@ -23,8 +23,8 @@ class OneRankEngine(LocalEngine[Outputs]):
     """A `LocalEngine` with the interface of engines on ranks; FSDP would copy all weights for every pass."""
 
     @cached_property
-    def _writing(self) -> Writing:
-        return Writing()
+    def _writing(self) -> BackgroundWriter:
+        return BackgroundWriter()
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of `export` on the CPU; tied ones are adjacent."""
@@ -44,7 +44,7 @@ class OneRankEngine(LocalEngine[Outputs]):
         super().load_state(file)
         return self.version
 
-    def _within_memory(
+    def _retry_if_out_of_memory(
         self, attempt: Callable[[MicroBatching], Result], micro: MicroBatching, rows: Sequence[RowSize]
     ) -> Result:
         return run_or_report_too_large(attempt, micro, rows)

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from tether.algorithms import Metric
 from tether.batch import TrainBatch
-from tether.loop.engine import LossSpec, MicroBatchTooLarge, OutOfMemory, Outputs, named_out_of_memory
-from tether.loop.rank_exchange import from_all
+from tether.loop.engine import LossSpec, MicroBatchTooLarge, OutOfMemory, Outputs, explain_out_of_memory
+from tether.loop.rank_exchange import gather_objects
 from tether.text.learning.engines.copies import with_weights
 from tether.text.learning.engines.local import TOO_LONG, AutogradEngine, SkippedMiniBatch
 from tether.text.learning.packing import MicroBatching, MiniBatch, RowSize
@@ -45,9 +45,9 @@ class RanksEngine(AutogradEngine[Outputs]):
         """Return a copy with the weights that the optimizer updates, on the CPU of rank 0; None on the other ranks."""
 
     def _rounds(self, count: int) -> int:
-        return max(from_all(count))
+        return max(gather_objects(count))
 
-    def _within_memory(
+    def _retry_if_out_of_memory(
         self, attempt: Callable[[MicroBatching], Value], micro: MicroBatching, rows: Sequence[RowSize]
     ) -> Value:
         return run_or_report_too_large(attempt, micro, rows)
@@ -83,7 +83,7 @@ class RanksEngine(AutogradEngine[Outputs]):
 
     def _from_groups(self, value: Value) -> list[Value]:
         """Gather one value from each group of ranks with the same rows."""
-        every = from_all(value)
+        every = gather_objects(value)
         return [every[rank] for rank in self.output_ranks]
 
 
@@ -98,7 +98,7 @@ def run_or_report_too_large(
     """
     where, smaller = f"a forward or backward pass with {micro}", micro.halved(rows)
     try:
-        with named_out_of_memory(where, f"Lower {micro.key}. {TOO_LONG}"):
+        with explain_out_of_memory(where, f"Lower {micro.key}. {TOO_LONG}"):
             return attempt(micro)
     except OutOfMemory as error:
         if smaller is None:
