@@ -264,19 +264,19 @@ def test_a_state_that_cannot_be_saved_is_said_at_the_start(tmp_path: Path) -> No
 
 
 def test_a_lost_state_of_an_environment_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tether.control.envs.state import EnvKeeper
+    from tether.control.envs.state import EnvSnapshotter
 
     control, more = Control(), [f"env.train.wrappers=[{WRAPPERS['generators of its own']}]", *STEPS["here"]]
     control.train(short(control, tmp_path / "whole", *more))
     control.train(short(control, tmp_path / "parts", *more), until=2)
-    take_over = EnvKeeper.set
+    take_over = EnvSnapshotter.set
 
-    def take_over_most(self: EnvKeeper, data: bytes) -> None:
+    def take_over_most(self: EnvSnapshotter, data: bytes) -> None:
         take_over(self, data)
         for wrapper in (owner.obj for owner in self._owners if owner.name == "OwnGenerators" and owner.is_layer):
             wrapper._python.seed(3)
 
-    monkeypatch.setattr(EnvKeeper, "set", take_over_most)
+    monkeypatch.setattr(EnvSnapshotter, "set", take_over_most)
     control.train(short(control, tmp_path / "parts", *more))
     with pytest.raises(AssertionError):
         assert_same_run(tmp_path / "whole", tmp_path / "parts", TOTAL)

@@ -12,7 +12,7 @@ gymnasium = pytest.importorskip("gymnasium")
 from tests.control.envs import toys  # noqa: E402
 from tests.runs.test_control import learned, train  # noqa: E402
 from tether.control.collecting.agent import EnvAgent  # noqa: E402
-from tether.control.envs.make import EnvOptions, View, make_vector_env  # noqa: E402
+from tether.control.envs.make import EnvOptions, ObservationOptions, make_vector_env  # noqa: E402
 from tether.control.policies.mlp_policy import make_policy  # noqa: E402
 from tether.control.policies.spec import PolicySpec  # noqa: E402
 from tether.observations import ObsPart  # noqa: E402
@@ -98,7 +98,7 @@ def test_a_policy_that_is_asked_where_nothing_is_allowed_says_so():
 
 
 def test_the_mask_of_now_is_shown_beside_what_was_shown():
-    env = make_vector_env(EnvOptions("tether/Allowed-v0", 2, view=View(frame_stack=2, action_masks=True)))
+    env = make_vector_env(EnvOptions("tether/Allowed-v0", 2, view=ObservationOptions(frame_stack=2, action_masks=True)))
     obs = env.reset(0)
     shapes = {part.name: (part.kind, part.shape) for part in env.layout}
     assert shapes == {"action_mask": ("mask", (7,)), "state": ("vector", (2,))}

@@ -11,9 +11,9 @@ from tests.runs.control_samples import make_samples  # noqa: E402
 from tether.algorithms import masked_mean_ratio  # noqa: E402
 from tether.batch import EnvBatch, Episode  # noqa: E402
 from tether.control.collecting.collector import EnvCollector  # noqa: E402
-from tether.control.envs.layers import PacedEnv  # noqa: E402
+from tether.control.envs.layers import ResetPolicyEnv  # noqa: E402
 from tether.control.envs.loop import SyncVectorEnv  # noqa: E402
-from tether.control.envs.make import EnvOptions, Pacing, make_vector_env  # noqa: E402
+from tether.control.envs.make import EnvOptions, ResetPolicy, make_vector_env  # noqa: E402
 from tether.control.learning.advantages import EnvRewards, RelativeRewards  # noqa: E402
 from tether.control.learning.losses import loss_weights  # noqa: E402
 from tether.control.policies.mlp_policy import ControlPolicy, PolicySpec  # noqa: E402
@@ -31,14 +31,14 @@ def constant_policy(chunk=1, values=1, obs_dim=1):
     return policy
 
 
-def countdown(policy, steps, chunk=1, epochs=1, **pacing):
+def countdown(policy, steps, chunk=1, epochs=1, **reset_policy):
     """A rollout of Countdown: rewards 1 to 5, then cut."""
     toys.register()
-    env = make_vector_env(EnvOptions("tether/Countdown-v0", 2, pacing=Pacing(chunk=chunk, **pacing)))
+    env = make_vector_env(EnvOptions("tether/Countdown-v0", 2, reset_policy=ResetPolicy(chunk=chunk, **reset_policy)))
     collector = EnvCollector(env, steps, chunk=chunk, epochs=epochs)
     collector.restart(0)
     noise = policy.head.noise(collector.noise_shape, torch.Generator().manual_seed(0))
-    return collector.collect(policy.acting(), noise, () if pacing.get("auto_reset", True) else range(epochs))
+    return collector.collect(policy.acting(), noise, () if reset_policy.get("auto_reset", True) else range(epochs))
 
 
 def first(columns, decisions=3):
@@ -98,7 +98,7 @@ def test_chunks_of_one_are_no_chunks():
     for paced in (False, True):
         loop = SyncVectorEnv("CartPole-v1", lambda: gymnasium.make("CartPole-v1"), 3, holds=paced)
         policy = ControlPolicy(PolicySpec(4, (2,), 1, hidden_dim=4), 0)
-        collector = EnvCollector(PacedEnv(loop) if paced else loop, 60)
+        collector = EnvCollector(ResetPolicyEnv(loop) if paced else loop, 60)
         collector.restart(5)
         noise = policy.head.noise(collector.noise_shape, torch.Generator().manual_seed(0))
         rollouts.append(collector.collect(policy.acting(), noise))

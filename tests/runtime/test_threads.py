@@ -15,7 +15,7 @@ from tests.tiny import save_tiny
 from tether.checkpoints.manifest import write_manifest
 from tether.commands import cli
 from tether.config import load_config
-from tether.control.build import env_options, view_of
+from tether.control.build import env_options, observation_fields
 from tether.runtime import threads
 from tether.runtime.threads import SPINS, num_threads, usable_cores
 from tether.text.rewards.custom import CustomReward
@@ -212,7 +212,7 @@ def test_a_policy_that_is_loaded_on_one_core_has_one_thread(
 def test_envpool_has_as_many_and_processes_follow_the_cores(env_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     config = load_config(None, ["env.train.id=CartPole-v1", f"env.train.env_type={env_type}"]).config
-    options = env_options(config.env.train, "env.train", {}, view_of(config.env.train))
+    options = env_options(config.env.train, "env.train", {}, observation_fields(config.env.train))
     assert options.num_workers == (5 if env_type == "envpool" else usable_cores())
 
 

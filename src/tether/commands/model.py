@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers.utils.logging import disable_progress_bar
 
 from tether.commands.policy import load
-from tether.control.build_policies import published_of, saved_policy
+from tether.control.build_policies import published_exporter, saved_policy
 from tether.runtime.printable import printable
 from tether.spelling import did_you_mean
 
@@ -97,7 +97,7 @@ def export(checkpoint: Path, kind: str, out: Path) -> None:
     if kind not in EXPORTS:
         raise ValueError(f"--to={kind}: give one of {', '.join(EXPORTS)}.{did_you_mean(kind, EXPORTS)}")
     policy = saved_policy(checkpoint, "CHECKPOINT")
-    write = published_of(policy, checkpoint) if kind == "openvla" else None
+    write = published_exporter(policy, checkpoint) if kind == "openvla" else None
     if out.exists():
         raise ValueError(f"--out={out}: exists already. Name a new one.")
     if write is not None:

@@ -2,7 +2,7 @@
 
 1. `fit_defaults`: defaults that depend on the environment.
 2. `_schedule`: when to save, evaluate and stop.
-3. `build_roles`: environments (`make_env`), policy (`policy_of`), `FlatEngine` and `EnvCollector`.
+3. `build_components`: environments (`make_env`), policy (`policy_of`), `FlatEngine` and `EnvCollector`.
 4. `build_evaluation`: environments for evaluation.
 5. The trainer: `build_learner`, whose learner minimises `ControlLoss`; `EnvRewards`, `ControlAdvantages` and
    `LearnedDecisions`.
@@ -30,7 +30,7 @@ import torch
 from tether.batch import EnvBatch, Episode
 from tether.config import LoadedConfig, RunConfig, changes_since, for_environment
 from tether.config.schema import ActorConfig
-from tether.control.build_policies import code_of, env_for_policy, spaces_of, start_policy, value_width
+from tether.control.build_policies import env_for_policy, get_action_code, spaces_of, start_policy, value_width
 from tether.control.collecting.collector import EnvCollector
 from tether.control.envs.config import EnvConfig, EvalEnvConfig, TrainEnvConfig
 from tether.control.envs.protocol import DiscreteActions, VectorEnv, choices_of
@@ -97,8 +97,8 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         if checkpoint:
             check_identity(checkpoint, identity)
         schedule = _schedule(trainer_config, train)
-        roles, groups = build_roles(config, checkpoint, schedule.total_steps, directory / "ranks", resources)
-        policy = roles.policy
+        components, groups = build_components(config, checkpoint, schedule.total_steps, directory / "ranks", resources)
+        policy = components.policy
         evaluation = None
         if trainer_config.test_freq > 0 or (trainer_config.val_before_train and not checkpoint):
             evaluation = build_evaluation(config.env, config.policy, policy, video_folder(config), resources)
@@ -109,7 +109,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         rollouts = EnvRollouts(
             policy=policy if mode == "off" else deepcopy(policy),
             sampled_ahead=None if mode == "off" else RolloutForward(config.algorithm.logprob_type),
-            collector=roles.collector,
+            collector=components.collector,
             evaluation=evaluation,
             seed=trainer_config.seed,
             env_seed=train.seed,
@@ -118,7 +118,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             transfers=groups.all_ranks.transfers.take if groups else dict,
             trust_pickles=trainer_config.trust_checkpoint_pickle,
         )
-        actor = build_learner(config, roles, schedule.total_steps)
+        actor = build_learner(config, components, schedule.total_steps)
         ahead = SamplingAhead.from_async_mode(
             mode,
             config.actor_rollout_ref.rollout.max_staleness,
@@ -141,12 +141,12 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             estimate_advantages=ControlAdvantages.from_config(config.algorithm, train),
             select_rows=LearnedDecisions.from_config(config.actor_rollout_ref.actor, train, policy),
             profiler=profiler,
-            recorder=EpisodeRecorder(build_recorder(trainer_config, checkpoint), roles.collector.env.layout),
+            recorder=EpisodeRecorder(build_recorder(trainer_config, checkpoint), components.collector.env.layout),
             **parts,
         )
         if checkpoint:
             trainer.resume(checkpoint)
-        env = roles.env
+        env = components.env
         about = [f"{env.id}: {env.num_envs} environments, observations {describe(env.layout)}, actions {env.actions}"]
         about += [ranks_line(config)] if groups else []
         about += [preprocessing_line(config.env)] if evaluation else []
@@ -168,12 +168,14 @@ def fit_defaults(loaded: LoadedConfig) -> LoadedConfig:
     config = loaded.config
     train = config.env.train
     one = train
-    if not _has_vector_code_alone(train, config.policy):
+    if not _is_vector_only(train, config.policy):
         vectorization = "auto" if train.vectorization == "vector" else train.vectorization
         one = train.model_copy(
             update={"total_num_envs": train.group_size, "num_workers": 1, "vectorization": vectorization}
         )
-    with closing(make_env(one, "env.train", pacing_of(train, config.policy), view_of(train))) as env:
+    with closing(
+        make_env(one, "env.train", reset_policy_fields(train, config.policy), observation_fields(train))
+    ) as env:
         continuous = not isinstance(env.actions, DiscreteActions)
         pictures = all(entry.kind == "image" for entry in env.layout if entry.width)
     if not continuous and not pictures:
@@ -181,10 +183,10 @@ def fit_defaults(loaded: LoadedConfig) -> LoadedConfig:
     return for_environment(loaded, continuous=continuous, pictures=pictures)
 
 
-def _has_vector_code_alone(train: TrainEnvConfig, policy: PolicyConfig) -> bool:
+def _is_vector_only(train: TrainEnvConfig, policy: PolicyConfig) -> bool:
     """Whether environments of ``env.train`` can only be made as a vector, possibly of a fixed size."""
-    options = env_options(train, "env.train", pacing_of(train, policy), view_of(train))
-    alone: bool = importlib.import_module("tether.control.envs.make").has_vector_code_alone(options)
+    options = env_options(train, "env.train", reset_policy_fields(train, policy), observation_fields(train))
+    alone: bool = importlib.import_module("tether.control.envs.make").is_vector_only(options)
     return alone
 
 
@@ -210,7 +212,7 @@ def _schedule(trainer: TrainerConfig, train: TrainEnvConfig) -> Schedule:
 
 
 @dataclass(frozen=True)
-class ControlRoles:
+class ControlComponents:
     """The environments, policy, engine and learner of a run."""
 
     env: VectorEnv
@@ -221,25 +223,25 @@ class ControlRoles:
     collector: EnvCollector
 
 
-def build_roles(
+def build_components(
     config: RunConfig, checkpoint: Path | None, total_steps: int, logs: Path, resources: ExitStack
-) -> tuple[ControlRoles, RankGroups | None]:
-    """Build the roles in this process, or on several devices; then also return the groups of processes."""
+) -> tuple[ControlComponents, RankGroups | None]:
+    """Build the components in this process, or on several devices; then also return the groups of processes."""
     if config.trainer.devices > 1:
         ranks = importlib.import_module("tether.control.ranks")
-        roles_and_groups: tuple[ControlRoles, RankGroups] = ranks.roles_on_ranks(
+        components_and_groups: tuple[ControlComponents, RankGroups] = ranks.build_components_on_ranks(
             config, checkpoint, total_steps, logs, resources
         )
-        return roles_and_groups
+        return components_and_groups
     train, actor = config.env.train, config.actor_rollout_ref.actor
-    env = make_env(train, "env.train", pacing_of(train, config.policy), view_of(train))
+    env = make_env(train, "env.train", reset_policy_fields(train, config.policy), observation_fields(train))
     resources.callback(env.close)
     policy = policy_of(config, checkpoint, env)
     collector = EnvCollector.from_config(
         env_for_policy(env, policy), policy.state_width, train, config.policy, config.algorithm
     )
     engine = FlatEngine.from_config(policy, actor.optim, config.critic.optim, total_steps, incidents_folder(config))
-    return ControlRoles(env, policy, engine, collector), None
+    return ControlComponents(env, policy, engine, collector), None
 
 
 def incidents_folder(config: RunConfig) -> Path:
@@ -250,7 +252,7 @@ def incidents_folder(config: RunConfig) -> Path:
 def make_env(
     section: TrainEnvConfig | EvalEnvConfig,
     role: str,
-    pacing: Mapping[str, object],
+    reset_policy: Mapping[str, object],
     view: Mapping[str, object],
     *,
     render: bool = False,
@@ -261,15 +263,15 @@ def make_env(
     Args:
         section: section of the configuration.
         role: name of the section, for messages.
-        pacing: fields of `tether.control.envs.make.Pacing`.
-        view: fields of `tether.control.envs.make.View`.
+        reset_policy: fields of `tether.control.envs.make.ResetPolicy`.
+        view: fields of `tether.control.envs.make.ObservationOptions`.
         render: whether the environments must support rendering.
         first: index of the first environment, if a run's environments are divided among ranks.
 
     Raises:
         ValueError: as in `tether.control.envs.make.make_vector_env`, or Gymnasium is not installed.
     """
-    options = replace(env_options(section, role, pacing, view, render=render), first=first)
+    options = replace(env_options(section, role, reset_policy, view, render=render), first=first)
     made: VectorEnv = importlib.import_module("tether.control.envs.make").make_vector_env(options)
     return made
 
@@ -277,7 +279,7 @@ def make_env(
 def env_options(
     section: TrainEnvConfig | EvalEnvConfig,
     role: str,
-    pacing: Mapping[str, object],
+    reset_policy: Mapping[str, object],
     view: Mapping[str, object],
     *,
     render: bool = False,
@@ -305,14 +307,14 @@ def env_options(
         ignore_terminations=section.ignore_terminations,
         init_params={**section.init_params, **({"render_mode": "rgb_array"} if render else {})},
         wrappers=section.wrappers,
-        view=envs.View(**view),
-        pacing=envs.Pacing(**pacing),
+        view=envs.ObservationOptions(**view),
+        reset_policy=envs.ResetPolicy(**reset_policy),
         role=role,
     )
 
 
-def pacing_of(train: TrainEnvConfig, policy: PolicyConfig) -> dict[str, object]:
-    """Return the fields of `tether.control.envs.make.Pacing`."""
+def reset_policy_fields(train: TrainEnvConfig, policy: PolicyConfig) -> dict[str, object]:
+    """Return the fields of `tether.control.envs.make.ResetPolicy`."""
     return {
         "chunk": policy.num_action_chunks,
         "auto_reset": train.auto_reset,
@@ -321,8 +323,8 @@ def pacing_of(train: TrainEnvConfig, policy: PolicyConfig) -> dict[str, object]:
     }
 
 
-def view_of(train: TrainEnvConfig) -> dict[str, object]:
-    """Return the fields of `tether.control.envs.make.View`."""
+def observation_fields(train: TrainEnvConfig) -> dict[str, object]:
+    """Return the fields of `tether.control.envs.make.ObservationOptions`."""
     return {
         "drop": train.drop_observations,
         "frame_stack": train.frame_stack,
@@ -360,8 +362,8 @@ def build_evaluation(
         ValueError: as in `make_env`, or the policy does not fit them, or a package for videos is missing.
     """
     test, video = section.eval, section.eval.video_cfg
-    pacing = {"chunk": policy_config.num_action_chunks}
-    env = make_env(test, "env.eval", pacing, view_of(section.train), render=video.save_video)
+    reset_policy = {"chunk": policy_config.num_action_chunks}
+    env = make_env(test, "env.eval", reset_policy, observation_fields(section.train), render=video.save_video)
     envs.callback(env.close)
     acted = env_for_policy(env, policy)
     _check_fit(acted, policy.spec)
@@ -371,7 +373,7 @@ def build_evaluation(
 
 def preprocessing_line(section: EnvConfig) -> str:
     """Return a line that describes the observations and rewards of evaluations."""
-    options = env_options(section.eval, "env.eval", {}, view_of(section.train))
+    options = env_options(section.eval, "env.eval", {}, observation_fields(section.train))
     described: str = importlib.import_module("tether.control.envs.make").describe_preprocessing(options)
     return f"evaluated in {options.id} with the preprocessing: {described}"
 
@@ -405,7 +407,7 @@ def _open_video(env: VectorEnv, folder: Path, fps: int) -> OpenVideo:
     return lambda name: videos.open_video(env, folder / f"{name}.mp4", fps)
 
 
-def build_learner(config: RunConfig, roles: ControlRoles, total_steps: int) -> Learner[Any, RolloutOutputs]:
+def build_learner(config: RunConfig, components: ControlComponents, total_steps: int) -> Learner[Any, RolloutOutputs]:
     """Return the learner of a policy and its critic, which share a model."""
     actor = config.actor_rollout_ref.actor
     plan = UpdatePlan(
@@ -418,17 +420,17 @@ def build_learner(config: RunConfig, roles: ControlRoles, total_steps: int) -> L
     )
     forward = RolloutForward(config.algorithm.logprob_type)
 
-    def loss_of(actor: ActorConfig) -> ControlLoss:
+    def build_loss(actor: ActorConfig) -> ControlLoss:
         return ControlLoss.from_config(actor, config.critic, config.algorithm, auto_reset=config.env.train.auto_reset)
 
-    loss = loss_of(actor)
+    loss = build_loss(actor)
     return Learner(
-        roles.engine,
+        components.engine,
         forward,
         loss_spec(loss, forward),
         plan,
-        critic_loss=loss_spec(replace(loss, critic_only=True), forward) if roles.policy.spec.value_width else None,
-        loss_at=scheduled_loss(actor, total_steps, lambda actor: loss_spec(loss_of(actor), forward)),
+        critic_loss=loss_spec(replace(loss, critic_only=True), forward) if components.policy.spec.value_width else None,
+        loss_at=scheduled_loss(actor, total_steps, lambda actor: loss_spec(build_loss(actor), forward)),
     )
 
 
@@ -443,12 +445,14 @@ def _preflight(
 def _few_envs(train: TrainEnvConfig, policy_config: PolicyConfig, policy: Policy) -> VectorEnv:
     """Return a few environments for the preflight, in complete groups."""
     count = min(train.total_num_envs, train.group_size * max(1, ENVIRONMENTS // train.group_size))
-    if train.vectorization == "vector" or _has_vector_code_alone(train, policy_config):
+    if train.vectorization == "vector" or _is_vector_only(train, policy_config):
         count = train.total_num_envs
     few = train.model_copy(
         update={"total_num_envs": count, "num_workers": min(train.num_workers or usable_cores(), count)}
     )
-    return env_for_policy(make_env(few, "env.train", pacing_of(train, policy_config), view_of(train)), policy)
+    return env_for_policy(
+        make_env(few, "env.train", reset_policy_fields(train, policy_config), observation_fields(train)), policy
+    )
 
 
 def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[EnvAgent, Callable[[], Env]]:
@@ -460,14 +464,14 @@ def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[EnvAgen
     """
     set_threads(config.trainer.num_threads)
     section = config.env.eval
-    options = env_options(section, "env.eval", {}, view_of(config.env.train))
+    options = env_options(section, "env.eval", {}, observation_fields(config.env.train))
     make = importlib.import_module("tether.control.envs.make")
     policy = load_policy(checkpoint / POLICY)
     if policy.spaces is None:  # saved by a version that did not save them
         spaces = make.spaces_of(options)
     else:
         spaces = importlib.import_module("tether.control.envs.spaces").spaces_from_json(policy.spaces)
-    code = code_of(policy)
+    code = get_action_code(policy)
     decode = None if code is None else code.decode
     agent_type = importlib.import_module("tether.control.collecting.agent").EnvAgent
     return agent_type(policy, *spaces, options.id, decode, seed), partial(make.make_one, options)

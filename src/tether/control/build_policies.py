@@ -42,7 +42,7 @@ def start_policy(policy: PolicyConfig, model: ModelConfig, env: VectorEnv, value
     if not path or (robots is not None and robots.weights_folder(path) is not None):
         return new_policy(policy, model, env, value_width, seed)
     start = saved_policy(Path(path), START)
-    made = new_policy(policy, model, env, value_width, seed, _known_of(start))
+    made = new_policy(policy, model, env, value_width, seed, _inherited_fields(start))
     _copy_weights(made, start, path)
     if made.normalizer:
         made.normalizer.fixed = True
@@ -107,15 +107,15 @@ def new_policy(
         share_critic=policy.share_critic,
         hidden_dim=policy.hidden_dim,
         num_layers=policy.num_layers,
-        critic_hidden_dim=_if_other(policy.critic_hidden_dim, policy.hidden_dim),
-        critic_num_layers=_if_other(policy.critic_num_layers, policy.num_layers),
+        critic_hidden_dim=_none_if_equal(policy.critic_hidden_dim, policy.hidden_dim),
+        critic_num_layers=_none_if_equal(policy.critic_num_layers, policy.num_layers),
         activation=policy.activation,
         init_logstd=policy.init_logstd,
         normalize_observations=policy.normalize_observations,
         normalize_only=policy.normalize_only,
         clip_observations=policy.clip_observations,
         pictures=pictures,
-        cnn_type=fitting_cnn(policy.cnn_type, env, pictures),
+        cnn_type=select_cnn(policy.cnn_type, env, pictures),
         pixel_scale=policy.pixel_scale,
         dtype=policy.dtype,
         network=policy.model_type if is_own_function(policy.model_type) else None,
@@ -175,7 +175,7 @@ def find_pictures(env: VectorEnv, model_type: str) -> tuple[str, ...]:
     return tuple(entry.name for entry in pictures)
 
 
-def fitting_cnn(cnn_type: str, env: VectorEnv, pictures: tuple[str, ...]) -> str:
+def select_cnn(cnn_type: str, env: VectorEnv, pictures: tuple[str, ...]) -> str:
     """Return the ``PolicySpec.cnn_type`` for pictures: the configured one, or for ``auto`` one that fits their size.
 
     Raises:
@@ -213,7 +213,7 @@ def saved_policy(path: Path, key: str) -> Policy:
     return load_policy(checkpoint / POLICY)
 
 
-def published_of(policy: Policy, checkpoint: Path) -> Callable[[Path], None]:
+def published_exporter(policy: Policy, checkpoint: Path) -> Callable[[Path], None]:
     """Return a function that exports a policy in the format of the published policy that it was initialised from.
 
     Raises:
@@ -234,7 +234,7 @@ def published_of(policy: Policy, checkpoint: Path) -> Callable[[Path], None]:
 
 def env_for_policy(env: VectorEnv, policy: Policy) -> VectorEnv:
     """Return the environments, wrapped to accept the policy's encoded actions if it encodes them."""
-    code = code_of(policy)
+    code = get_action_code(policy)
     if code is None or not isinstance(env.actions, ContinuousActions) or env.actions.width != code.action_dim:
         return env
     return CodedEnv(env, code)
@@ -246,17 +246,17 @@ def spaces_of(env: VectorEnv) -> JsonObject:
     return saved
 
 
-def code_of(policy: Policy) -> ActionCode | None:
+def get_action_code(policy: Policy) -> ActionCode | None:
     """Return the policy's action encoding (action tokens or a flow's denoising chain); None if it has none."""
     return None if isinstance(policy, _WITHOUT_TRANSFORMERS) else policy.action_code()
 
 
-def _known_of(policy: Policy) -> dict[str, object] | None:
+def _inherited_fields(policy: Policy) -> dict[str, object] | None:
     """Return the ``known_fields`` of `new_policy` that an initial policy determines."""
     return None if isinstance(policy, _WITHOUT_TRANSFORMERS) else policy.inherited_fields()
 
 
-def _if_other(size: int, actors: int) -> int | None:
+def _none_if_equal(size: int, actors: int) -> int | None:
     return None if size == actors else size
 
 
@@ -272,14 +272,14 @@ def _copy_weights(policy: Policy, start: Policy, path: str) -> None:
             )
     same_critic = start.spec.value_width == policy.spec.value_width
     weights = start.state_dict() if isinstance(start, _WITHOUT_TRANSFORMERS) else start.plain_state()
-    weights = {name: value for name, value in weights.items() if same_critic or not _of_critic(name)}
+    weights = {name: value for name, value in weights.items() if same_critic or not _is_critic_weight(name)}
     if isinstance(policy, _WITHOUT_TRANSFORMERS):
         policy.load_state_dict(weights, strict=same_critic)
     else:
         policy.load_plain(weights)
 
 
-def _of_critic(name: str) -> bool:
+def _is_critic_weight(name: str) -> bool:
     return name.startswith("critic")
 
 

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tether.batch import EnvBatch
 from tether.config import LoadedConfig, RunConfig
-from tether.control.build import ControlRoles, build_learner, build_roles, fit_defaults, training_steps
+from tether.control.build import ControlComponents, build_components, build_learner, fit_defaults, training_steps
 from tether.control.collecting.collector import EnvCollector
 from tether.control.learning.advantages import ControlAdvantages, EnvRewards, LearnedDecisions
 from tether.control.learning.losses import RolloutOutputs, Samples
@@ -157,20 +157,22 @@ def plan_control(loaded: LoadedConfig) -> ControlPlan:
     set_threads(config.trainer.num_threads)
     with ExitStack() as resources:
         steps = training_steps(config.trainer, config.env.train)
-        roles, _ = build_roles(config, None, steps, Path(config.trainer.default_local_dir) / "ranks", resources)
-        return _measured(config, roles, steps, begun)
+        components, _ = build_components(
+            config, None, steps, Path(config.trainer.default_local_dir) / "ranks", resources
+        )
+        return _measured(config, components, steps, begun)
 
 
-def _measured(config: RunConfig, roles: ControlRoles, steps: int, begun: float) -> ControlPlan:
+def _measured(config: RunConfig, components: ControlComponents, steps: int, begun: float) -> ControlPlan:
     """Measure rollouts of about a second in total, and one epoch of learning from each."""
-    actor, whole, cores = build_learner(config, roles, steps), roles.collector, CoreClock()
-    epochs, decisions, envs = whole.noise_shape
+    actor, full_collector, cores = build_learner(config, components, steps), components.collector, CoreClock()
+    epochs, decisions, envs = full_collector.noise_shape
     first = min(FIRST_DECISIONS, decisions)
-    sample = _measure(config, roles, actor, _short(roles, first))  # discarded: the first one takes longer
-    sample = _measure(config, roles, actor, _short(roles, first))
+    _measure(config, components, actor, _short_collector(components, first))  # discarded: the first one takes longer
+    sample = _measure(config, components, actor, _short_collector(components, first))
     collected = min(decisions, max(first, int(first * SECONDS / REPEATS / sample.seconds["gen"])))
-    collector = _short(roles, collected)
-    samples = [_measure(config, roles, actor, collector) for _ in range(REPEATS)]
+    collector = _short_collector(components, collected)
+    samples = [_measure(config, components, actor, collector) for _ in range(REPEATS)]
     scale, mini = epochs * decisions / collected, actor.plan.mini_batch_rows
     rows = median(sample.rows for sample in samples)
     # With these networks, the time of a mini-batch hardly depends on its number of rows.
@@ -182,19 +184,19 @@ def _measured(config: RunConfig, roles: ControlRoles, steps: int, begun: float) 
         )
         for phase in sample.seconds
     }
-    weights = sum(parameter.numel() for parameter in roles.policy.parameters())
+    weights = sum(parameter.numel() for parameter in components.policy.parameters())
     return ControlPlan(
-        env=roles.env.id,
+        env=components.env.id,
         parameters=weights,
         operations=sample.operations,
-        env_steps=epochs * decisions * envs * whole.chunk,
-        chunk=whole.chunk,
+        env_steps=epochs * decisions * envs * full_collector.chunk,
+        chunk=full_collector.chunk,
         epochs=actor.plan.epochs,
         times=times,
         step=_interval(sum(interval.middle for phase, interval in times.items() if phase != "env")),
         memory={
             "process": PROCESS,
-            "a rollout, and the samples of it": 2.0 * whole.nbytes,
+            "a rollout, and the samples of it": 2.0 * full_collector.nbytes,
             "policy, gradients and optimizer": float(STATE * weights),
         },
         steps=steps,
@@ -216,30 +218,30 @@ class _Sample:
 
 
 def _measure(
-    config: RunConfig, roles: ControlRoles, actor: Learner[Any, RolloutOutputs], collector: EnvCollector
+    config: RunConfig, components: ControlComponents, actor: Learner[Any, RolloutOutputs], collector: EnvCollector
 ) -> _Sample:
     seconds, stepped = dict[str, float](), collector.env_seconds
     collector.restart(0)
-    noise = roles.policy.head.noise(collector.noise_shape, generator(0, 0, "plan"))
+    noise = components.policy.head.noise(collector.noise_shape, generator(0, 0, "plan"))
     started = perf_counter()
-    seconds["gen"], batch = _timed(lambda: collector.collect(roles.policy.acting(), noise))
+    seconds["gen"], batch = _timed(lambda: collector.collect(components.policy.acting(), noise))
     seconds["env"] = seconds["gen"] * (collector.env_seconds - stepped) / (perf_counter() - started)
     with FlopCounterMode(display=False) as counter:
         batch.update_from(actor.infer(batch))
     seconds["old_log_prob"], _ = _timed(lambda: actor.infer(batch))
-    seconds["adv"], samples = _timed(lambda: _samples(config, roles, batch))
+    seconds["adv"], samples = _timed(lambda: _samples(config, components, batch))
     one_epoch = UpdatePlan(actor.plan.mini_batch_rows)
     seconds["update_actor"], _ = _timed(lambda: actor.engine.update(samples, actor.loss, one_epoch, 0))
     return _Sample(seconds, max(1, len(samples)), counter.get_total_flops() / batch.actions.shape[:2].numel())
 
 
-def _samples(config: RunConfig, roles: ControlRoles, batch: EnvBatch) -> Samples:
+def _samples(config: RunConfig, components: ControlComponents, batch: EnvBatch) -> Samples:
     """Return the decisions of a rollout with their advantages."""
     train = config.env.train
     batch.token_level_rewards = batch.token_level_scores
     EnvRewards.from_config(train, config.policy, config.algorithm).apply(batch)
     ControlAdvantages.from_config(config.algorithm, train)(batch)
-    samples, _ = LearnedDecisions.from_config(config.actor_rollout_ref.actor, train, roles.policy)(batch, 1)
+    samples, _ = LearnedDecisions.from_config(config.actor_rollout_ref.actor, train, components.policy)(batch, 1)
     return samples
 
 
@@ -255,7 +257,7 @@ def _interval(seconds: float) -> Interval:
     return Interval(low * seconds, seconds, high * seconds)
 
 
-def _short(roles: ControlRoles, decisions: int) -> EnvCollector:
+def _short_collector(components: ControlComponents, decisions: int) -> EnvCollector:
     """Return a collector of the run's environments with fewer decisions."""
-    whole = roles.collector
-    return EnvCollector(whole.env, whole.chunk * decisions, chunk=whole.chunk, state_width=roles.policy.state_width)
+    full = components.collector
+    return EnvCollector(full.env, full.chunk * decisions, chunk=full.chunk, state_width=components.policy.state_width)

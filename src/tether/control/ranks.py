@@ -6,7 +6,7 @@ of elements and metrics equal those of a single process. Only the gradients of t
 different order than in a single process.
 
 `FlatRankEngine` and `RankEnvs` are on each rank. `ShardedFlatEngine`, `ShardedEnvs` and `ShardedCollector` are their
-handles in the trainer's process, as in `tether.text.sharded`. `roles_on_ranks` builds both.
+handles in the trainer's process, as in `tether.text.sharded`. `build_components_on_ranks` builds both.
 """
 
 from __future__ import annotations
@@ -27,13 +27,20 @@ from torch import Tensor
 
 from tether.batch import EnvBatch
 from tether.config import RunConfig
-from tether.control.build import ControlRoles, incidents_folder, make_env, pacing_of, policy_of, view_of
+from tether.control.build import (
+    ControlComponents,
+    incidents_folder,
+    make_env,
+    observation_fields,
+    policy_of,
+    reset_policy_fields,
+)
 from tether.control.build_policies import env_for_policy
 from tether.control.collecting.collector import EnvCollector
 from tether.control.envs.config import TrainEnvConfig
 from tether.control.envs.protocol import ActionSpec, EnvState, VectorEnv
 from tether.control.learning.flat import SMALLER, FlatEngine
-from tether.control.learning.losses import ControlLoss, Draws, RolloutOutputs, Samples, dealt
+from tether.control.learning.losses import ControlLoss, Draws, RolloutOutputs, Samples, shard_by_rank
 from tether.control.policies.mlp_policy import Policy
 from tether.control.policies.networks import Act
 from tether.control.policies.spec import Observations
@@ -71,9 +78,9 @@ ENGINE, ENVS = "actor", "envs"
 """Names of the components on each rank."""
 
 
-def roles_on_ranks(
+def build_components_on_ranks(
     config: RunConfig, checkpoint: Path | None, total_steps: int, logs: Path, resources: ExitStack
-) -> tuple[ControlRoles, RankGroups]:
+) -> tuple[ControlComponents, RankGroups]:
     """Build the components on all ranks; the policy in this process has the same weights, for evaluation.
 
     Raises:
@@ -96,7 +103,7 @@ def roles_on_ranks(
     collector: Any = ShardedCollector(
         env, train.max_steps_per_rollout_epoch, chunk=policy_config.num_action_chunks, epochs=train.rollout_epoch
     )
-    return ControlRoles(env, policy, engine, collector), groups
+    return ControlComponents(env, policy, engine, collector), groups
 
 
 def build_control_parts(
@@ -107,7 +114,9 @@ def build_control_parts(
     # Environments may use the global generators, so they are seeded differently on each rank.
     seed_rng(seed_of(config.trainer.seed, 0, "rank", rank))
     train, first = environments_of(config.env.train, rank, ranks, config.trainer.n_gpus_per_node)
-    env = make_env(train, "env.train", pacing_of(train, config.policy), view_of(train), first=first)
+    env = make_env(
+        train, "env.train", reset_policy_fields(train, config.policy), observation_fields(train), first=first
+    )
     policy = policy_of(config, checkpoint, env)
     optim, values = config.actor_rollout_ref.actor.optim, config.critic.optim
     engine = FlatRankEngine.from_config(policy, optim, values, total_steps, incidents_folder(config))
@@ -186,31 +195,31 @@ class FlatRankEngine(FlatEngine):
     def _preallocated(self, mini: Samples, loss: ControlLoss) -> None:
         return None  # outputs are gathered between the forward and backward pass, which it does not support
 
-    def _mine(self, rows: Samples) -> Samples:
+    def _select_local(self, rows: Samples) -> Samples:
         indices, is_local = rows.obs, self._local_rows(rows)
         return replace(rows[is_local], obs=self._seen[indices[is_local]])
 
-    def _of_all(self, rows: Samples, values: Tensor) -> Tensor:
+    def _gather_values(self, rows: Samples, values: Tensor) -> Tensor:
         is_local = self._local_decisions(rows)
         gathered = values.new_zeros(len(is_local), *values.shape[1:])
         gathered[is_local] = values
         dist.all_reduce(gathered)  # the other ranks have zeros there
         return gathered
 
-    def _of_mine(self, rows: Samples, values: Tensor) -> Tensor:
+    def _local_values(self, rows: Samples, values: Tensor) -> Tensor:
         is_local = self._local_decisions(rows)
         return values[is_local] if len(values) == len(is_local) else values
 
     def _finish_gradients(self) -> None:
         dist.all_reduce(self._flat.grads)
 
-    def _norm_of_all(self, matrix: Tensor) -> Tensor:
+    def _global_norm(self, matrix: Tensor) -> Tensor:
         square = matrix.square().sum()
         dist.all_reduce(square)
         return square.sqrt()
 
     def _keep_incident(self, step: int, loss: ControlLoss, mini: Samples, draws: Draws) -> None:
-        shares = gather_objects((self._local_rows(mini).cpu(), self._mine(mini).obs.cpu()))
+        shares = gather_objects((self._local_rows(mini).cpu(), self._select_local(mini).obs.cpu()))
         if dist.get_rank() > 0:
             return
         order = torch.cat([is_local.nonzero().squeeze(1) for is_local, _ in shares]).argsort()
@@ -313,7 +322,7 @@ class ShardedFlatEngine(EngineHandle):
         self, batch: Samples, loss: LossSpec[Any, Any], plan: UpdatePlan, step: int
     ) -> UpdateResult[RolloutOutputs]:
         # Each observation is sent to one rank, other columns to all.
-        shares = dealt(batch, self._group.size)
+        shares = shard_by_rank(batch, self._group.size)
         arguments = [(rows, seen, loss, plan, step) for rows, seen in shares]
         updated: UpdateResult[RolloutOutputs] = self._call("learn", arguments)[0]
         self.version += 1

@@ -22,7 +22,7 @@ from tether.control.collecting.collector import (  # noqa: E402
     episode_metrics,
 )
 from tether.control.collecting.evaluation import evaluate  # noqa: E402
-from tether.control.envs.make import EnvOptions, View, make_vector_env  # noqa: E402
+from tether.control.envs.make import EnvOptions, ObservationOptions, make_vector_env  # noqa: E402
 from tether.control.envs.protocol import DiscreteActions, EnvStep  # noqa: E402
 from tether.observations import ObsPart  # noqa: E402
 from tether.runtime import interrupt  # noqa: E402
@@ -156,7 +156,7 @@ def test_a_mask_that_allows_nothing_is_named_unless_the_episode_ends_with_it(end
         return np.zeros((len(state), 2), dtype=np.int64), state
 
     def env():
-        view = View(action_masks=True)
+        view = ObservationOptions(action_masks=True)
         return make_vector_env(EnvOptions(name, 2, init_params={"ends": ends}, max_episode_steps=4, view=view))
 
     if (name := "tether/Stuck-v0") not in gymnasium.registry:

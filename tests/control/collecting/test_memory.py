@@ -11,7 +11,7 @@ from tests.control.envs.test_vector import ENVS, MAKERS  # noqa: E402
 from tests.control.envs.test_workers import kill  # noqa: E402
 from tether.control.collecting.collector import EnvCollector  # noqa: E402
 from tether.control.collecting.evaluation import evaluate  # noqa: E402
-from tether.control.envs.make import EnvOptions, Pacing, make_vector_env  # noqa: E402
+from tether.control.envs.make import EnvOptions, ResetPolicy, make_vector_env  # noqa: E402
 
 
 class Counts:
@@ -55,7 +55,7 @@ def test_a_memory_is_as_old_as_its_episode(name, ends):
 
 def test_a_memory_of_chunks():
     toys.register()
-    env = make_vector_env(EnvOptions("tether/Countdown-v0", 2, pacing=Pacing(chunk=2)))
+    env = make_vector_env(EnvOptions("tether/Countdown-v0", 2, reset_policy=ResetPolicy(chunk=2)))
     collector = EnvCollector(env, 12, chunk=2, state_width=1)
     collector.restart(0)
     known = []
@@ -71,7 +71,7 @@ def test_a_memory_of_chunks():
 
 def test_episodes_that_wait_for_the_next_rollout_begin_there():
     toys.register()
-    env = make_vector_env(EnvOptions("tether/Countdown-v0", 2, pacing=Pacing(auto_reset=False)))
+    env = make_vector_env(EnvOptions("tether/Countdown-v0", 2, reset_policy=ResetPolicy(auto_reset=False)))
     collector = EnvCollector(env, 8, epochs=2, state_width=1)
     act = Counts()
     rollout = collector.collect(act, torch.zeros(2, 8, 2, 1), seeds=[0, 1])

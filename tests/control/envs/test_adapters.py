@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 from tests.control.envs import libero_stand_in
 from tether.config import load_config
-from tether.control.envs.make import EnvOptions, Pacing, make_one, make_vector_env
+from tether.control.envs.make import EnvOptions, ResetPolicy, make_one, make_vector_env
 from tether.observations import decode_text, describe, row_width
 
 STATE = spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -120,7 +120,7 @@ def test_a_batch_goes_on_after_success_where_terminations_are_ignored(mani_skill
 
 
 def test_on_a_cpu_they_are_stepped_one_by_one_in_groups_and_chunks_too(mani_skill):
-    env = make_vector_env(pick(2, "cpu", pacing=Pacing(chunk=3)))
+    env = make_vector_env(pick(2, "cpu", reset_policy=ResetPolicy(chunk=3)))
     assert [made.num_envs for made in mani_skill] == [1, 1]
     env.reset(0)
     rest = np.zeros((2, 1), dtype=np.float32)
@@ -135,7 +135,7 @@ def test_on_a_cpu_they_are_stepped_one_by_one_in_groups_and_chunks_too(mani_skil
 
 def test_what_a_batch_cannot_do_and_unknown_names_are_refused(mani_skill):
     with pytest.raises(ValueError, match=r"gpu simulates all environments at once.*sim_backend=cpu"):
-        make_vector_env(pick(2, "gpu", pacing=Pacing(group_size=2)))
+        make_vector_env(pick(2, "gpu", reset_policy=ResetPolicy(group_size=2)))
     with pytest.raises(ValueError, match=r"ManiSkill has no Pack-v1\. Did you mean Pick-v1\?"):
         make_vector_env(EnvOptions("Pack-v1", 1, env_type="maniskill", init_params={"sim_backend": "cpu"}))
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.control.envs import toys
-from tether.control.envs.make import EnvOptions, Pacing, make_vector_env
+from tether.control.envs.make import EnvOptions, ResetPolicy, make_vector_env
 from tether.observations import row_width
 
 COUNTDOWN = "tether/Countdown-v0"  # 5 steps an episode; the reward is the number of the step
@@ -18,9 +18,11 @@ def _toys():
     toys.register()
 
 
-def countdown(envs=2, vectorization="sync", **pacing):
+def countdown(envs=2, vectorization="sync", **reset_policy):
     return make_vector_env(
-        EnvOptions(COUNTDOWN, envs, vectorization=vectorization, num_workers=2, pacing=Pacing(**pacing))
+        EnvOptions(
+            COUNTDOWN, envs, vectorization=vectorization, num_workers=2, reset_policy=ResetPolicy(**reset_policy)
+        )
     )
 
 
@@ -63,8 +65,8 @@ def starts(env, episodes):
     return found
 
 
-def cartpole(**pacing):
-    return make_vector_env(EnvOptions("CartPole-v1", 4, max_episode_steps=2, pacing=Pacing(**pacing)))
+def cartpole(**reset_policy):
+    return make_vector_env(EnvOptions("CartPole-v1", 4, max_episode_steps=2, reset_policy=ResetPolicy(**reset_policy)))
 
 
 def test_groups_share_their_start_states():

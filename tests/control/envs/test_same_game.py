@@ -11,7 +11,7 @@ from gymnasium.spaces import Box, Discrete
 
 from tests.control.envs.test_vector_answers import Fives
 from tether.config import load_config
-from tether.control.build import make_env, pacing_of, view_of
+from tether.control.build import make_env, observation_fields, reset_policy_fields
 from tether.control.envs.gymnasium_vector import GymnasiumVectorEnv
 from tether.control.envs.loop import SyncVectorEnv
 from tether.control.envs.make import EnvOptions, describe_preprocessing, make_vector_env, spaces_of
@@ -127,7 +127,9 @@ RECIPE = Path(__file__).resolve().parents[3] / "recipes/atari"
 def recipe_env(name: str, role: str) -> Any:
     config = load_config(RECIPE / name, ["env.train.total_num_envs=2"]).config
     section = config.env.train if role == "env.train" else config.env.eval
-    return make_env(section, role, pacing_of(config.env.train, config.policy), view_of(config.env.train))
+    return make_env(
+        section, role, reset_policy_fields(config.env.train, config.policy), observation_fields(config.env.train)
+    )
 
 
 def test_the_recipe_of_atari_shows_the_same_from_wrappers_and_from_envpool() -> None:

@@ -10,12 +10,12 @@ import pytest
 from tests.runs.tiny_run import measured
 from tether.config import load_config
 from tether.control.build import build_control_run
-from tether.control.envs.make import EnvOptions, Pacing, View, make_vector_env
+from tether.control.envs.make import EnvOptions, ObservationOptions, ResetPolicy, make_vector_env
 from tether.control.envs.protocol import ContinuousActions, DiscreteActions
 from tether.observations import copied, row_width
 
 FETCH = EnvOptions("gymnasium_robotics:FetchReach-v4", 1, max_episode_steps=10)
-PICTURE = EnvOptions("MiniGrid-Empty-5x5-v0", 2, max_episode_steps=10, view=View(drop=("mission",)))
+PICTURE = EnvOptions("MiniGrid-Empty-5x5-v0", 2, max_episode_steps=10, view=ObservationOptions(drop=("mission",)))
 REACH = EnvOptions("metaworld:Meta-World/MT1", 2, max_episode_steps=10, init_params={"env_name": "reach-v3", "seed": 1})
 PUSH = EnvOptions("push-v3", 2, env_type="metaworld", max_episode_steps=10)
 MT10 = EnvOptions("MT10", 2, env_type="metaworld", max_episode_steps=10)
@@ -86,7 +86,7 @@ def test_a_simulator_is_stepped_and_learned_from(name, tmp_path):
 
 def test_a_suite_of_metaworld_draws_its_tasks_by_the_seed():
     pytest.importorskip("metaworld")
-    groups = EnvOptions("MT10", 6, env_type="metaworld", pacing=Pacing(group_size=2))
+    groups = EnvOptions("MT10", 6, env_type="metaworld", reset_policy=ResetPolicy(group_size=2))
     env = make_vector_env(groups)
     obs = env.reset(3)["state"]
     tasks = obs[:, 39:]

@@ -14,7 +14,7 @@ from gymnasium.utils import EzPickle
 
 from tests.control.envs import stateful, toys
 from tether.control.envs.action_repeat import Repeated
-from tether.control.envs.state import MOVED, EnvKeeper
+from tether.control.envs.state import MOVED, EnvSnapshotter
 
 HISTORY: list[float] = []
 
@@ -239,7 +239,7 @@ def rewards(env: gymnasium.Env, steps: int) -> list[float]:
 def test_state_of_functions_is_saved(make: Callable[[], Env]) -> None:
     """What functions of a class and a module keep, is kept for this process: so the same environment goes back, too."""
     env = gymnasium.Wrapper(make())
-    keeper = EnvKeeper([env])
+    keeper = EnvSnapshotter([env])
     rewards(env, 3)
     data, left_out = keeper.get()
     assert left_out == ()
@@ -248,7 +248,7 @@ def test_state_of_functions_is_saved(make: Callable[[], Env]) -> None:
     assert rewards(env, 3) == expected
     if make is not local:  # another class each time
         other = gymnasium.Wrapper(make())
-        EnvKeeper([other]).set(data)
+        EnvSnapshotter([other]).set(data)
         assert rewards(other, 3) == expected
     assert len(set(expected)) > 1, "it would show"
 
@@ -306,7 +306,7 @@ class GivesItsState(GeneratorInACell):
 
 def test_an_environment_that_gives_its_state_is_not_looked_into() -> None:
     env = GivesItsState()
-    keeper = EnvKeeper([env])
+    keeper = EnvSnapshotter([env])
     data, left_out = keeper.get()
     assert left_out == ()
     keeper.set(data)
@@ -325,7 +325,7 @@ def test_an_environment_that_gives_its_state_is_not_looked_into() -> None:
 )
 def test_what_of_functions_cannot_be_saved_is_named(make: Callable[[], Env], named: str) -> None:
     env = make()
-    keeper = EnvKeeper([env])
+    keeper = EnvSnapshotter([env])
     env.reset()
     assert named in "; ".join(keeper.get()[1])
 
@@ -345,7 +345,7 @@ def test_functions_that_hold_constants_or_the_environment_itself_are_no_state() 
             return self._scaled()
 
     env = Plain()
-    keeper = EnvKeeper([env])
+    keeper = EnvSnapshotter([env])
     env.reset()
     assert keeper.get()[1] == ()
 
@@ -353,7 +353,7 @@ def test_functions_that_hold_constants_or_the_environment_itself_are_no_state() 
 def test_environments_of_others_have_nothing_new_to_name() -> None:
     for name in ("CartPole-v1", "Pendulum-v1", "MountainCar-v0"):
         env = gymnasium.make(name)
-        keeper = EnvKeeper([env])
+        keeper = EnvSnapshotter([env])
         env.reset(seed=1)
         env.step(env.action_space.sample())
         assert keeper.get()[1] == ()
@@ -392,7 +392,7 @@ def test_simulators_that_a_class_holds(module: str, id: str, named: str) -> None
         return [env.step(env.action_space.low if env.action_space.shape else 0)[1] for _ in range(steps)]
 
     env, other = (stateful.Holds(id) if id else pettingzoo_tictactoe() for _ in range(2))
-    keepers = EnvKeeper([env]), EnvKeeper([other])
+    keepers = EnvSnapshotter([env]), EnvSnapshotter([other])
     if id:
         env.reset(seed=1)
     play = take if id else rewards
@@ -415,7 +415,7 @@ class Counting(toys.Countdown):
 def test_a_state_under_the_name_that_a_module_had_is_read(old: str, is_read: bool) -> None:
     """Modules of tether moved; a checkpoint of the release before names them as they were."""
     env, again = (Repeated(Counting(), 2) for _ in range(2))
-    keeper = EnvKeeper([env])
+    keeper = EnvSnapshotter([env])
     env.reset(seed=1)
     env.step(0)
     renamed = [dataclasses.replace(one, name=one.name.replace("tether.control.envs", old)) for one in keeper._owners]
@@ -424,11 +424,11 @@ def test_a_state_under_the_name_that_a_module_had_is_read(old: str, is_read: boo
     data, left_out = keeper.get()
     assert not left_out
     if is_read:
-        EnvKeeper([again]).set(data)
+        EnvSnapshotter([again]).set(data)
         assert again.step(0)[1] == env.step(0)[1] == 3 + 4
     else:
         with pytest.raises(ValueError, match="saved of"):
-            EnvKeeper([again]).set(data)
+            EnvSnapshotter([again]).set(data)
 
 
 def test_modules_that_moved_are_where_the_table_says() -> None:

@@ -14,7 +14,7 @@ from gymnasium.vector.utils import batch_space
 import tether
 from tether.commands.model import export
 from tether.config import load_config
-from tether.control.envs.make import EnvOptions, Pacing, View, make_vector_env
+from tether.control.envs.make import EnvOptions, ObservationOptions, ResetPolicy, make_vector_env
 
 ID = "tests/VectorAlone-v0"
 SPACES = gymnasium.spaces.Box(0, 10, (1,), np.float32), gymnasium.spaces.Box(-1, 1, (2,), np.float32)
@@ -98,8 +98,11 @@ def test_a_policy_of_envpool_is_loaded_and_exported_without_envpool(
         ({"vectorization": "subprocess"}, r"env\.train\.vectorization=subprocess\."),
         ({"vectorization": "sync"}, r"env\.train\.vectorization=sync\."),
         ({"wrappers": ("gymnasium.wrappers:RescaleReward",)}, r"env\.train\.wrappers\."),
-        ({"ignore_terminations": True, "view": View(frame_stack=2)}, r"ignore_terminations and .*frame_stack"),
-        ({"pacing": Pacing(group_size=2)}, r"group_size"),
+        (
+            {"ignore_terminations": True, "view": ObservationOptions(frame_stack=2)},
+            r"ignore_terminations and .*frame_stack",
+        ),
+        ({"reset_policy": ResetPolicy(group_size=2)}, r"group_size"),
     ],
 )
 def test_what_needs_single_environments_is_refused(more: dict[str, Any], named: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 from tests.control.envs import toys
 from tests.processes import runs
 from tether.control.collecting.collector import EpisodeTracker
-from tether.control.envs.make import EnvOptions, Pacing, make_vector_env
+from tether.control.envs.make import EnvOptions, ResetPolicy, make_vector_env
 from tether.control.envs.protocol import NO_SEED
 from tether.control.envs.subprocesses import WorkerVectorEnv
 
@@ -335,7 +335,7 @@ def test_garbage_is_left_alone_while_a_process_is_copied(countdown, monkeypatch)
 
 
 def test_a_waiting_environment_comes_back_at_its_next_beginning(countdown):
-    env = countdown(pacing=Pacing(chunk=2))
+    env = countdown(reset_policy=ResetPolicy(chunk=2))
     kill(env._env, 1)
     with pytest.warns(RuntimeWarning):
         assert env.step(NOTHING).valid.tolist() == [True, False, False]

@@ -15,7 +15,7 @@ from tests.control.learning.test_control import CHUNKED, SPECS, chunked_samples,
 from tests.ranks import on_ranks
 from tether.checkpoints import load_state
 from tether.control.learning.flat import FlatEngine
-from tether.control.learning.losses import ControlLoss, dealt
+from tether.control.learning.losses import ControlLoss, shard_by_rank
 from tether.control.ranks import FlatRankEngine
 from tether.loop.engine import LossSpec, UpdatePlan
 from tether.loop.incident import replay
@@ -53,7 +53,7 @@ def compared(folder: Path) -> dict[str, tuple[float, dict[str, float], dict[str,
     for kind, (make, samples, loss) in policies().items():
         for name, plan in PLANS.items() if kind == "gaussian" else [("shuffled", PLANS["shuffled"])]:
             one, mine = FlatEngine(make(), OPTIONS, 1e-2), FlatRankEngine(make(), OPTIONS, 1e-2)
-            rows, seen = dealt(samples, dist.get_world_size())[dist.get_rank()]
+            rows, seen = shard_by_rank(samples, dist.get_world_size())[dist.get_rank()]
             for step in range(2):
                 expected = one.update(samples, LossSpec(None, loss), plan, step).metrics
                 metrics = mine.learn(rows, seen, LossSpec(None, loss), plan, step).metrics
@@ -70,7 +70,7 @@ def skipped(folder: Path) -> tuple[float, list[int]]:
     samples = make_samples(make_policy(SPECS["gaussian"]))
     samples.advantages[BAD_ROW] = math.nan
     engine = FlatRankEngine(make_policy(SPECS["gaussian"]), OPTIONS, 1e-2, folder)
-    rows, seen = dealt(samples, dist.get_world_size())[dist.get_rank()]
+    rows, seen = shard_by_rank(samples, dist.get_world_size())[dist.get_rank()]
     metrics = engine.learn(rows, seen, LossSpec(None, ControlLoss()), UpdatePlan(8), 0).metrics
     dist.barrier()
     return metrics["actor/skipped_updates"], replay(folder / "step_1") if dist.get_rank() == 0 else []

@@ -9,7 +9,7 @@ import torch
 gymnasium = pytest.importorskip("gymnasium")
 
 from tether.control.collecting.collector import EnvCollector  # noqa: E402
-from tether.control.envs.layers import PacedEnv  # noqa: E402
+from tether.control.envs.layers import ResetPolicyEnv  # noqa: E402
 from tether.control.envs.loop import SyncVectorEnv  # noqa: E402
 from tether.control.learning.recording import EpisodeRecorder  # noqa: E402
 from tether.loop.protocol import Experience  # noqa: E402
@@ -76,7 +76,7 @@ def test_success_seed_and_task_of_each_episode(tmp_path: Path) -> None:
 
 def test_episodes_that_wait_for_the_end_of_a_chunk_have_their_own_seed_and_task(tmp_path: Path) -> None:
     """Chunks of two: after three steps an environment waits for one, and a group begins with a seed of its own."""
-    env = PacedEnv(SyncVectorEnv("tasks", Tasks, 2, holds=True), chunk=2, group_size=2)
+    env = ResetPolicyEnv(SyncVectorEnv("tasks", Tasks, 2, holds=True), chunk=2, group_size=2)
     (columns,) = recorded(env, tmp_path, rollouts=1, steps=8, chunk=2)
     assert columns["length"] == [3, 3] * 2
     assert columns["seed"][:2] == columns["seed"][2:], "groups begin alike"

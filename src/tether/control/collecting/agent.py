@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from tether.control.collecting.collector import NOTHING_ALLOWED, allows_nothing
+from tether.control.collecting.collector import NOTHING_ALLOWED, forbids_all_actions
 from tether.control.envs.conversion import ActionCodec, ObservationReader
 from tether.control.envs.gymnasium_types import Raw, Space
 from tether.control.envs.protocol import Flags
@@ -78,7 +78,7 @@ class EnvAgent:
                     f"observation: entry {entry} of {name} in row {row} is {field[row, entry]}; give finite numbers"
                 )
         if ACTION_MASK in fields and (choices := self._policy.spec.choices):
-            stuck = allows_nothing(fields[ACTION_MASK], choices)
+            stuck = forbids_all_actions(fields[ACTION_MASK], choices)
             if stuck.any():
                 raise ValueError(f"observation: {NOTHING_ALLOWED} in row {int(np.argmax(stuck))}; allow one of them")
         self._begin(count, np.broadcast_to(np.asarray(begins, dtype=np.bool_), (count,)))

@@ -28,10 +28,10 @@ from tether.control.envs.protocol import (
     EnvStep,
     Flags,
     Floats,
+    GroupSteppedEnv,
     PolicyArrays,
     Rollout,
     RolloutRows,
-    SteppedInGroups,
     VectorEnv,
     choices_of,
 )
@@ -101,7 +101,7 @@ class EpisodeTracker:
         return tuple(episodes)
 
 
-class raised_at:  # a class, because a generator would take as long as a step of a cheap environment
+class env_error_context:  # a class, because a generator would take as long as a step of a cheap environment
     """Context manager that adds a note to exceptions with the id of the environments and the step."""
 
     def __init__(self, env_id: str, step: int) -> None:
@@ -115,7 +115,7 @@ class raised_at:  # a class, because a generator would take as long as a step of
             error.add_note(f"raised by {self._where[0]} at step {self._where[1]} of its environments")
 
 
-def broken(env_id: str, what: str, index: int, step: int) -> str:
+def invalid_data_message(env_id: str, what: str, index: int, step: int) -> str:
     """Return the error message for invalid data of environment `index`; step 0 is the first reset."""
     fix = "Fix the environment, or end its episodes before that."
     return f"{env_id}: {what} in environment {index} at step {step}. {fix}"
@@ -124,7 +124,7 @@ def broken(env_id: str, what: str, index: int, step: int) -> str:
 NOTHING_ALLOWED = f"{ACTION_MASK} allows none of the alternatives of a choice"
 
 
-def allows_nothing(mask: Array, choices: Sequence[int]) -> NDArray[np.bool_]:
+def forbids_all_actions(mask: Array, choices: Sequence[int]) -> NDArray[np.bool_]:
     """Return for each mask [..., sum(choices)] whether it forbids all alternatives of any choice, [...]."""
     some = np.logical_or.reduceat(mask, np.cumsum((0, *choices[:-1])), axis=-1)
     return np.logical_not(some.all(axis=-1, keepdims=True))[..., 0]
@@ -259,7 +259,7 @@ class EnvCollector:
         self._fresh: Flags = np.ones(env.num_envs, dtype=np.bool_)
         """[N]: whether the next executed decision begins an episode."""
         self._seeds: NDArray[np.int64] | None = getattr(env, "seeds", None)
-        """`HeldEnv.seeds`; None if the environments are reset together."""
+        """`ManualResetEnv.seeds`; None if the environments are reset together."""
         self._tracker = EpisodeTracker(env.num_envs)
         self._checked_rollout = False
         self._done = 0
@@ -292,7 +292,7 @@ class EnvCollector:
 
     def restart(self, seed: int) -> None:
         """Begin new episodes in all environments; unfinished episodes are dropped and the recurrent state is reset."""
-        with raised_at(self.env.id, self._done):
+        with env_error_context(self.env.id, self._done):
             self._now = copied(self.env.reset(seed))
         self._state.fill(0)
         self._fresh.fill(True)
@@ -368,17 +368,17 @@ class EnvCollector:
         arrays = act.arrays() if rollout is not None and self.chunk == 1 and isinstance(act, Actor) else None
         try:
             if rollout is not None and arrays is not None:
-                finals = self._play_at_once(rollout, arrays, noise.numpy(), rows)
+                finals = self._play_in_one_call(rollout, arrays, noise.numpy(), rows)
             elif in_groups is None:
                 finals = self._play(act, noise.numpy(), rows)
             else:
-                finals = self._play_ready(in_groups, act, noise.numpy(), rows)
+                finals = self._play_by_group(in_groups, act, noise.numpy(), rows)
         except ValueError:  # of a non-finite action; report a non-finite observation instead if it is the cause
             if arrays is None:
                 self._refuse(_not_finite(rows, []))
             raise
         rows.starts[:, -1] = self._fresh
-        self._refuse(_not_finite(rows, finals) + self._stuck(rows))
+        self._refuse(_not_finite(rows, finals) + self._fully_masked(rows))
         if arrays is not None and not self._checked_rollout:
             self._check_actions(act, noise.numpy(), rows)
             self._checked_rollout = True
@@ -409,7 +409,7 @@ class EnvCollector:
         self._now = copied(obs)
         return finals
 
-    def _play_at_once(self, rollout: Rollout, policy: PolicyArrays, noise: Floats, rows: _Rows) -> Finals:
+    def _play_in_one_call(self, rollout: Rollout, policy: PolicyArrays, noise: Floats, rows: _Rows) -> Finals:
         """Fill the rows of one epoch in one call of the environments' ``rollout``.
 
         Buffers are filled with NaN first, so that entries that the call does not write are noticed.
@@ -418,7 +418,7 @@ class EnvCollector:
         last = np.full_like(obs[:, 1:], np.nan)
         obs[:, 1:] = rows.rewards[:] = np.nan
         start = time.perf_counter()
-        with raised_at(self.env.id, self._done + 1):
+        with env_error_context(self.env.id, self._done + 1):
             flags = rows.terminated, rows.truncated
             try:
                 rollout(policy, noise, RolloutRows(obs, rows.actions, rows.rewards, *flags, last))
@@ -447,7 +447,7 @@ class EnvCollector:
                 "tether.control.envs.compiled.choose_actions for the observations and the noise of the step."
             )
 
-    def _play_ready(self, env: SteppedInGroups, act: Act, noise: Floats, rows: _Rows) -> Finals:
+    def _play_by_group(self, env: GroupSteppedEnv, act: Act, noise: Floats, rows: _Rows) -> Finals:
         """Fill the rows of one epoch as `_play` does, for groups of environments that step independently.
 
         The policy acts for the groups that have finished their step. Before that, it waits for further groups for as
@@ -472,11 +472,11 @@ class EnvCollector:
             for group in ready:
                 which, t = groups[group], int(now[groups[group].start])
                 rows.actions[which, t], state[which] = chosen[which], after[which]
-                with raised_at(env.id, self._done + t + 1):
+                with env_error_context(env.id, self._done + t + 1):
                     env.send_step(group, rows.actions[which, t])
             stepping |= set(ready)
             ready = []
-            for group, step in self._finished(env, stepping, time.perf_counter() - begun, int(now.min())):
+            for group, step in self._receive_groups(env, stepping, time.perf_counter() - begun, int(now.min())):
                 which = groups[group]
                 stepping.remove(group)
                 finals += self._write(step, rows, int(now[which.start]), which)
@@ -489,19 +489,19 @@ class EnvCollector:
         self._now = obs
         return sorted(finals, key=lambda final: (final[1], final[0]))
 
-    def _finished(
-        self, env: SteppedInGroups, stepping: Collection[int], patience: float, t: int
+    def _receive_groups(
+        self, env: GroupSteppedEnv, stepping: Collection[int], extra_seconds: float, t: int
     ) -> list[tuple[int, EnvStep]]:
-        """Return the groups that finish first, and those that finish up to `patience` seconds later."""
+        """Return the groups that finish first, and those that finish up to `extra_seconds` seconds later."""
         waiting, finished, deadline = set(stepping), list[tuple[int, EnvStep]](), math.inf
         while waiting and (now := time.perf_counter()) < deadline:
-            with raised_at(env.id, self._done + t + 1):
+            with env_error_context(env.id, self._done + t + 1):
                 answers = env.receive_steps(waiting, deadline - now)
             self.env_seconds += time.perf_counter() - now
             finished += answers
             waiting -= {group for group, _ in answers}
             if answers and deadline == math.inf:
-                deadline = time.perf_counter() + patience
+                deadline = time.perf_counter() + extra_seconds
         return finished
 
     def _write(self, step: EnvStep, rows: _Rows, t: int, which: slice) -> Finals:
@@ -523,7 +523,7 @@ class EnvCollector:
 
     def _step(self, actions: Array, t: int) -> EnvStep:
         start = time.perf_counter()
-        with raised_at(self.env.id, self._done + t + 1):
+        with env_error_context(self.env.id, self._done + t + 1):
             step = self.env.step(actions)
         self.env_seconds += time.perf_counter() - start
         return step
@@ -544,18 +544,18 @@ class EnvCollector:
                 fields[name][index] = field
         return TensorDict({name: torch.from_numpy(field) for name, field in fields.items()}, batch_size=[len(finals)])
 
-    def _stuck(self, rows: _Rows) -> list[tuple[int, int, str]]:
+    def _fully_masked(self, rows: _Rows) -> list[tuple[int, int, str]]:
         """Return step, environment and description of decisions whose mask allowed nothing."""
         choices = choices_of(self.env.actions)
         if ACTION_MASK not in rows.obs or not choices:
             return []
-        nothing = allows_nothing(rows.obs[ACTION_MASK][:, :-1], choices) & rows.valid
+        nothing = forbids_all_actions(rows.obs[ACTION_MASK][:, :-1], choices) & rows.valid
         return [(t, n, NOTHING_ALLOWED) for n, t in np.argwhere(nothing).tolist()]
 
     def _refuse(self, bad: list[tuple[int, int, str]]) -> None:
         if bad:
             t, n, what = min(bad)
-            raise ValueError(broken(self.env.id, what, n, self._done + t))
+            raise ValueError(invalid_data_message(self.env.id, what, n, self._done + t))
 
 
 def _not_finite(rows: _Rows, finals: Finals) -> list[tuple[int, int, str]]:
@@ -565,15 +565,15 @@ def _not_finite(rows: _Rows, finals: Finals) -> list[tuple[int, int, str]]:
         (t, n, f"entry {i} of the observation ({name}) is {field[n, t, i]}")
         for name, field in rows.obs.items()
         if field.dtype.kind == "f"
-        for n, t, i in _bad(field)
+        for n, t, i in _non_finite_indices(field)
     ]
-    bad += [(t + 1, n, f"the reward is {rows.rewards[n, t]}") for n, t in _bad(rows.rewards)]
+    bad += [(t + 1, n, f"the reward is {rows.rewards[n, t]}") for n, t in _non_finite_indices(rows.rewards)]
     bad += [
         (t + 1, n, f"entry {i} of the last observation ({name}) is {field[i]}")
         for n, t, row in finals
         for name, field in row.items()
         if field.dtype.kind == "f"
-        for (i,) in _bad(field)
+        for (i,) in _non_finite_indices(field)
     ]
     return bad
 
@@ -583,7 +583,7 @@ def _row(obs: Observation, n: int) -> Observation:
     return {name: field[n].copy() for name, field in obs.items()}
 
 
-def _bad(values: Array) -> list[list[int]]:
+def _non_finite_indices(values: Array) -> list[list[int]]:
     """Return the indices of non-finite values."""
     fine = np.isfinite(values)
     return [] if fine.all() else np.argwhere(~fine).tolist()  # argwhere alone takes ten times as long

@@ -9,7 +9,13 @@ from collections.abc import Callable
 import numpy as np
 
 from tether.batch import Episode
-from tether.control.collecting.collector import NOTHING_ALLOWED, EpisodeTracker, allows_nothing, broken, raised_at
+from tether.control.collecting.collector import (
+    NOTHING_ALLOWED,
+    EpisodeTracker,
+    env_error_context,
+    forbids_all_actions,
+    invalid_data_message,
+)
 from tether.control.envs.protocol import Flags, VectorEnv, choices_of
 from tether.control.policies.networks import Act
 from tether.observations import ACTION_MASK, Array, Observation
@@ -56,7 +62,7 @@ def evaluate(
     wanted[: num_episodes % env.num_envs] += 1
     tracker = EpisodeTracker(env.num_envs)
     episodes = list[Episode]()
-    with raised_at(env.id, 0):
+    with env_error_context(env.id, 0):
         obs = env.reset(seed)
     state, fresh = np.zeros((env.num_envs, state_width), dtype=np.float32), np.ones(env.num_envs, dtype=np.bool_)
     _check(env.id, {}, obs, 0)
@@ -68,7 +74,7 @@ def evaluate(
         raise_if_interrupted(last_end, "no episode of the evaluation ended")
         state[fresh] = 0.0
         chosen, state = act(obs, None, state)
-        stuck = _stuck(env, obs)
+        stuck = _fully_masked(env, obs)
         if length.max() > WARN_AFTER_STEPS and not warned:
             warned = True
             warnings.warn(
@@ -85,13 +91,13 @@ def evaluate(
             )
         for actions in np.split(chosen, chunk, axis=1):
             done += 1
-            with raised_at(env.id, done):
+            with env_error_context(env.id, done):
                 step = env.step(actions)
             _check(env.id, {"the reward": step.reward}, step.obs, done)
             ended = step.terminated | step.truncated
             valid = np.ones_like(ended) if step.valid is None else step.valid
             if (stuck & valid).any():
-                raise ValueError(broken(env.id, NOTHING_ALLOWED, int(np.argmax(stuck & valid)), done - 1))
+                raise ValueError(invalid_data_message(env.id, NOTHING_ALLOWED, int(np.argmax(stuck & valid)), done - 1))
             fresh = (fresh & ~valid) | ended
             success = None if step.success is None else step.success[:, None]
             reported = {name: column[:, None] for name, column in (step.info_values or {}).items()}
@@ -117,11 +123,11 @@ def _check(env_id: str, numbers: dict[str, Array], obs: Observation, step: int) 
     for name, array in (numbers | fields).items():
         if not (fine := np.isfinite(array)).all():
             at = np.argwhere(~fine)[0]
-            raise ValueError(broken(env_id, f"{name} is {array[tuple(at)]}", at[0], step))
+            raise ValueError(invalid_data_message(env_id, f"{name} is {array[tuple(at)]}", at[0], step))
 
 
-def _stuck(env: VectorEnv, obs: Observation) -> Flags:
+def _fully_masked(env: VectorEnv, obs: Observation) -> Flags:
     """Return which masks allow nothing, which is valid only for environments that wait."""
     if ACTION_MASK in obs and (choices := choices_of(env.actions)):
-        return allows_nothing(obs[ACTION_MASK], choices)
+        return forbids_all_actions(obs[ACTION_MASK], choices)
     return np.zeros(env.num_envs, dtype=np.bool_)

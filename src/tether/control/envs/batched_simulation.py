@@ -16,7 +16,7 @@ from tether.control.envs.conversion import (
     ObservationReader,
     check_methods,
     check_spaces,
-    described,
+    describe_value,
     read_flags,
     read_reset,
     read_rewards,
@@ -91,8 +91,8 @@ class BatchedEnv:
         seeds = seed if self._resets_itself else [seed + i for i in range(self.num_envs)]
         obs, info = read_reset(self._without_logs(self._env.reset(seed=seeds)), self.id)
         refuse_unread_mask(info, self.layout, self.id)
-        self._shown, self._takes_tensors = self._seen(obs), _has_tensors(obs)
-        self._acting = self._agents_that_act()
+        self._shown, self._takes_tensors = self._read_observation(obs), _has_tensors(obs)
+        self._acting = self._acting_agents()
         return self._shown
 
     def step(self, actions: Array) -> EnvStep:
@@ -103,18 +103,18 @@ class BatchedEnv:
         if self._ignore_terminations:
             ends = np.zeros_like(ends)
         # Values are copied now, because a reset may overwrite the tensors.
-        obs, solved = self._seen(raw), info.get("success")
+        obs, solved = self._read_observation(raw), info.get("success")
         rewards = read_rewards(self._on_host(reward, "the reward"), self.id, self.num_envs).copy()
         success = None if solved is None else self._flags(solved, "info['success']")
         final_obs, over = None, np.flatnonzero(ends | cut)
         if over.size and self._resets_itself:
             last = next((info[name] for name in FINAL if name in info), None)
-            final_obs = self._shown if last is None else self._seen(last)
+            final_obs = self._shown if last is None else self._read_observation(last)
         elif over.size:
             final_obs = obs
             fresh, _ = read_reset(self._env.reset(options={"env_idx": torch.as_tensor(over)}), self.id)
-            obs = self._seen(fresh)
-        self._shown, self._acting = obs, self._agents_that_act()
+            obs = self._read_observation(fresh)
+        self._shown, self._acting = obs, self._acting_agents()
         valid = None if acting.all() else acting
         return EnvStep(obs, rewards, ends, cut, final_obs=final_obs, valid=valid, success=success)
 
@@ -127,7 +127,7 @@ class BatchedEnv:
     def close(self) -> None:
         self._env.close()
 
-    def _seen(self, obs: Raw) -> Observation:
+    def _read_observation(self, obs: Raw) -> Observation:
         # Copied, because the simulator reuses its buffers.
         return copied(self._read.read_all(self._on_host(obs, "the observation"), self.num_envs))
 
@@ -138,7 +138,7 @@ class BatchedEnv:
         try:
             return _host(values)
         except Exception as error:  # of a device or dtype that NumPy does not support
-            raise ValueError(f"{self.id}: {what} {described(values)} cannot be read ({error}). {FIX}") from error
+            raise ValueError(f"{self.id}: {what} {describe_value(values)} cannot be read ({error}). {FIX}") from error
 
     def _without_logs(self, answer: Raw) -> Raw:
         """Return the result of a step or a reset with an empty info instead of a PufferEnv's list of logs."""
@@ -146,7 +146,7 @@ class BatchedEnv:
             return *answer[:-1], {}
         return answer
 
-    def _agents_that_act(self) -> Flags:
+    def _acting_agents(self) -> Flags:
         return self._acting if self._puffer is None else self._flags(self._puffer.masks, "`masks`")
 
 

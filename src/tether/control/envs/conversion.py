@@ -71,8 +71,8 @@ class ObservationReader:
             return self(obs, rows)
         except Exception as error:  # whatever is raised, the observations are not in the space
             raise ValueError(
-                f"{self._env_id}: the observations {described(obs)} are not {rows} rows of {self._space} ({error}). "
-                f"{FIX}"
+                f"{self._env_id}: the observations {describe_value(obs)} are not {rows} rows of {self._space} "
+                f"({error}). {FIX}"
             ) from error
 
     def write(self, obs: Raw, into: Observation, row: int) -> None:
@@ -361,8 +361,8 @@ def check_spaces(who: str, env: object, *names: str) -> None:
             raise ValueError(f"{who}: its {name} is {space!r:.80}; expected a gymnasium.Space")
 
 
-def is_usual(answer: object) -> bool:
-    """Whether a step's result has the usual types, so that `read_unusual` is not needed."""
+def is_standard_step(answer: object) -> bool:
+    """Whether a step's result has the usual types, so that `convert_step` is not needed."""
     return (
         type(answer) is tuple
         and len(answer) == 5
@@ -373,7 +373,7 @@ def is_usual(answer: object) -> bool:
     )
 
 
-def read_unusual(answer: object, who: str) -> Stepped:
+def convert_step(answer: object, who: str) -> Stepped:
     """Convert a step's result: reward and flags to Python values, and an info of None to an empty one.
 
     Raises:
@@ -382,7 +382,7 @@ def read_unusual(answer: object, who: str) -> Stepped:
     obs, reward, terminated, truncated, info = read_step(answer, who)
     number = _unwrapped(reward)
     if not isinstance(number, Real):
-        raise ValueError(f"{who}: the reward is {described(reward)}, no number. {FIX}")
+        raise ValueError(f"{who}: the reward is {describe_value(reward)}, no number. {FIX}")
     ended = read_flag(terminated, "`terminated`", who), read_flag(truncated, "`truncated`", who)
     return obs, float(number), *ended, info
 
@@ -415,12 +415,12 @@ def read_reset(answer: object, who: str) -> Begun:
 
 def _read_info(info: object, of: str, who: str) -> Info:
     if info is not None and not isinstance(info, Mapping):
-        raise ValueError(f"{who}: the info of {of} is {described(info)}, no dict. {FIX}")
+        raise ValueError(f"{who}: the info of {of} is {describe_value(info)}, no dict. {FIX}")
     return dict(info or {})
 
 
 def _counted(answer: object) -> str:
-    return f"{len(answer)} values" if isinstance(answer, tuple | list) else described(answer)
+    return f"{len(answer)} values" if isinstance(answer, tuple | list) else describe_value(answer)
 
 
 def read_flag(value: object, what: str, who: str) -> bool:
@@ -431,7 +431,7 @@ def read_flag(value: object, what: str, who: str) -> bool:
     """
     number = _unwrapped(value)
     if not isinstance(number, Real) or number not in (0, 1):
-        raise ValueError(f"{who}: {what} is {described(value)}, neither True nor False. {FIX}")
+        raise ValueError(f"{who}: {what} is {describe_value(value)}, neither True nor False. {FIX}")
     return bool(number)
 
 
@@ -455,9 +455,11 @@ def read_flags(values: Raw, what: str, who: str, count: int) -> Flags:
     """
     flags = _host_array(values, what, who)
     if flags.shape != (count,):
-        raise ValueError(f"{who}: {what} is {described(values)}, not one flag for each of {count} environments. {FIX}")
+        raise ValueError(
+            f"{who}: {what} is {describe_value(values)}, not one flag for each of {count} environments. {FIX}"
+        )
     if flags.dtype != np.bool_ and not np.isin(flags, (0, 1)).all():
-        raise ValueError(f"{who}: {what} is {described(values)}, neither True nor False in each place. {FIX}")
+        raise ValueError(f"{who}: {what} is {describe_value(values)}, neither True nor False in each place. {FIX}")
     return flags.astype(np.bool_, copy=False)
 
 
@@ -470,7 +472,7 @@ def read_rewards(values: Raw, who: str, count: int) -> Floats:
     rewards = _host_array(values, "the reward", who)
     if rewards.shape != (count,) or rewards.dtype.kind not in "fiub":
         raise ValueError(
-            f"{who}: the reward is {described(values)}, not a number for each of {count} environments. {FIX}"
+            f"{who}: the reward is {describe_value(values)}, not a number for each of {count} environments. {FIX}"
         )
     return rewards.astype(np.float32, copy=False)
 
@@ -479,10 +481,12 @@ def _host_array(values: Raw, what: str, who: str) -> Array:
     try:
         return np.asarray(values)
     except Exception as error:  # for example a tensor on a GPU
-        raise ValueError(f"{who}: {what} is {described(values)}, which NumPy cannot read ({error}). {FIX}") from error
+        raise ValueError(
+            f"{who}: {what} is {describe_value(values)}, which NumPy cannot read ({error}). {FIX}"
+        ) from error
 
 
-def described(value: object) -> str:
+def describe_value(value: object) -> str:
     """Return a short description of a value with its type or shape."""
     shape = getattr(value, "shape", None)
     return f"{reprlib.repr(value)} ({type(value).__name__}{f' of shape {tuple(shape)}' if shape else ''})"

@@ -8,7 +8,7 @@ import envpool
 
 from tether.control.envs.gymnasium_types import Simulator
 from tether.control.envs.gymnasium_vector import GymnasiumVectorEnv
-from tether.control.envs.make import EnvOptions, View, without_clipping
+from tether.control.envs.make import EnvOptions, ObservationOptions, disabled_clipping_arguments
 from tether.control.envs.protocol import EnvState, EnvStep, Saved
 from tether.observations import Array, Observation
 from tether.spelling import did_you_mean
@@ -56,7 +56,7 @@ def make_envpool(options: EnvOptions) -> EnvPool:
         raise ValueError(f"{options.role}.ignore_terminations: envpool always resets. Use env_type=gymnasium.")
     if options.wrappers:
         raise ValueError(f"{options.role}.wrappers: envpool steps in C++, which wraps nothing. Use env_type=gymnasium.")
-    if options.view != View():
+    if options.view != ObservationOptions():
         raise ValueError(
             "env.train.drop_observations, frame_stack, info_metrics: envpool shows what it shows. Stack frames with "
             f"{options.role}.init_params.stack_num, or use env_type=gymnasium."
@@ -70,7 +70,7 @@ def make_envpool(options: EnvOptions) -> EnvPool:
             num_threads=options.num_workers,
             seed=seed % 2**31,
             **limit,
-            **{**options.init_params, **without_clipping(options, options.init_params)},
+            **{**options.init_params, **disabled_clipping_arguments(options, options.init_params)},
         )
         return GymnasiumVectorEnv(options.id, pool)
 

@@ -13,7 +13,7 @@ from tether.control.envs.conversion import (
     FIX,
     ActionCodec,
     ObservationReader,
-    described,
+    describe_value,
     read_flags,
     read_reset,
     read_rewards,
@@ -21,7 +21,7 @@ from tether.control.envs.conversion import (
 )
 from tether.control.envs.gymnasium_types import Info, Raw
 from tether.control.envs.protocol import EnvState, EnvStep, Flags, Rollout, Saved
-from tether.control.envs.state import EnvKeeper
+from tether.control.envs.state import EnvSnapshotter
 from tether.observations import Array, Observation
 
 
@@ -39,7 +39,7 @@ class GymnasiumVectorEnv:
         self.id = id
         self.num_envs = env.num_envs
         self._env = env
-        self._keeper = EnvKeeper([env])
+        self._keeper = EnvSnapshotter([env])
         self._read = ObservationReader(env.single_observation_space, id)
         self._codec = ActionCodec.of(env.single_action_space, id)
         mode = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
@@ -166,7 +166,7 @@ class GymnasiumVectorEnv:
                 self._read.write(infos["final_obs"][i], final, i)
             except Exception as error:  # any error means that the observation is not in the space
                 raise ValueError(
-                    f"{self.id}: info['final_obs'] is {described(infos['final_obs'])}; expected an observation of "
+                    f"{self.id}: info['final_obs'] is {describe_value(infos['final_obs'])}; expected an observation of "
                     f"{self.spaces[0]} for environment {i}, whose episode ended ({error}). {FIX}"
                 ) from error
         return final

@@ -14,7 +14,16 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tether.control.envs.protocol import ActionSpec, EnvState, EnvStep, Floats, HeldEnv, Rollout, Saved, VectorEnv
+from tether.control.envs.protocol import (
+    ActionSpec,
+    EnvState,
+    EnvStep,
+    Floats,
+    ManualResetEnv,
+    Rollout,
+    Saved,
+    VectorEnv,
+)
 from tether.keyed_random import seed_of
 from tether.observations import Array, Observation
 from tether.runtime.late_calls import CallWatchdog
@@ -50,7 +59,7 @@ class CodedEnv:
 
     @property
     def seeds(self) -> NDArray[np.int64] | None:
-        """`HeldEnv.seeds`; None if the environments are reset together."""
+        """`ManualResetEnv.seeds`; None if the environments are reset together."""
         return getattr(self._env, "seeds", None)
 
     def reset(self, seed: int) -> Observation:
@@ -69,7 +78,7 @@ class CodedEnv:
         self._env.close()
 
 
-class PartOfEnvs:
+class OffsetSeedEnv:
     """Seeds the environments of a rank by their index in the run; everything else is delegated."""
 
     def __init__(self, env: VectorEnv, first: int) -> None:
@@ -83,7 +92,7 @@ class PartOfEnvs:
         return self._env.reset(seed + self._first)
 
 
-class PacedEnv:
+class ResetPolicyEnv:
     """Implements `VectorEnv` for environments that wait after an episode, and decides when and how the next begins.
 
     The actions of a chunk are chosen together. If an episode ends in the middle of a chunk, the remaining actions are
@@ -101,7 +110,7 @@ class PacedEnv:
 
     def __init__(
         self,
-        env: HeldEnv,
+        env: ManualResetEnv,
         *,
         chunk: int = 1,
         auto_reset: bool = True,

@@ -14,15 +14,15 @@ from tether.control.envs.conversion import (
     FIX,
     ActionCodec,
     ObservationReader,
-    described,
-    is_usual,
+    convert_step,
+    describe_value,
+    is_standard_step,
     read_reset,
-    read_unusual,
     success_of,
 )
 from tether.control.envs.gymnasium_types import Env, Info, Raw
 from tether.control.envs.protocol import NO_SEED, EnvState, EnvStep, Floats, Saved
-from tether.control.envs.state import EnvKeeper
+from tether.control.envs.state import EnvSnapshotter
 from tether.observations import Array, Observation, copied, shapes
 
 
@@ -37,7 +37,7 @@ class SyncVectorEnv:
         make: makes one environment.
         num_envs: number of environments.
         ignore_terminations: only truncation ends an episode.
-        holds: wait for `begin` after an episode (`HeldEnv`).
+        holds: wait for `begin` after an episode (`ManualResetEnv`).
         ignore_masks: accept action masks in the infos that are not in the observations; otherwise `begin` refuses them.
         info_metrics: names of the numbers in an episode's last info to return as `EnvStep.info_values`.
     """
@@ -56,7 +56,7 @@ class SyncVectorEnv:
         self.id = id
         self.num_envs = num_envs
         self._envs: Sequence[Env] = [make() for _ in range(num_envs)]
-        self._keeper = EnvKeeper(self._envs)
+        self._keeper = EnvSnapshotter(self._envs)
         self.spaces = self._envs[0].observation_space, self._envs[0].action_space
         self._read = ObservationReader(self.spaces[0], id)
         self._codec = ActionCodec.of(self.spaces[1], id)
@@ -105,8 +105,8 @@ class SyncVectorEnv:
             except Exception as error:
                 error.add_note(f"raised by environment {i} of the {self.num_envs} in its process")
                 raise
-            if not is_usual(answer):
-                answer = read_unusual(answer, f"{self.id}, environment {i}")
+            if not is_standard_step(answer):
+                answer = convert_step(answer, f"{self.id}, environment {i}")
             obs, self._reward[i], terminated, truncated, info = answer
             if self._ignore_terminations:
                 terminated = False
@@ -173,7 +173,7 @@ class SyncVectorEnv:
                 raise ValueError("another length")
         except Exception as error:  # any error means that the observation is not in the space
             raise ValueError(
-                f"{self.id}, environment {i}: the observation {described(obs)} is not in "
+                f"{self.id}, environment {i}: the observation {describe_value(obs)} is not in "
                 f"{self._envs[i].observation_space}. {FIX}"
             ) from error
 

@@ -21,10 +21,10 @@ from gymnasium.wrappers import FilterObservation, FrameStackObservation, Normali
 
 from tether.control.envs.action_masks import MaskedActions
 from tether.control.envs.config import SELF_RESETTING
-from tether.control.envs.conversion import FIX, ObservationReader, check_spaces, described, read_unusual
+from tether.control.envs.conversion import FIX, ObservationReader, check_spaces, convert_step, describe_value
 from tether.control.envs.gymnasium_types import Arguments, Begun, Env, Info, Scripted, Simulator, Wrapper
 from tether.control.envs.gymnasium_vector import GymnasiumVectorEnv
-from tether.control.envs.layers import PacedEnv, PartOfEnvs, TimedEnv
+from tether.control.envs.layers import OffsetSeedEnv, ResetPolicyEnv, TimedEnv
 from tether.control.envs.loop import SyncVectorEnv
 from tether.control.envs.minigrid import SuccessByReward
 from tether.control.envs.protocol import VectorEnv
@@ -73,7 +73,7 @@ GYMNASIUM_ARGUMENTS = frozenset(
 
 
 @dataclass(frozen=True)
-class View:
+class ObservationOptions:
     """The observations that the policy sees, and the numbers to record from infos."""
 
     drop: tuple[str, ...] = ()
@@ -87,8 +87,8 @@ class View:
 
 
 @dataclass(frozen=True)
-class Pacing:
-    """Options of `PacedEnv`: when episodes begin, and in which states."""
+class ResetPolicy:
+    """Options of `ResetPolicyEnv`: when episodes begin, and in which states."""
 
     chunk: int = 1
     auto_reset: bool = True
@@ -112,8 +112,8 @@ class EnvOptions:
     init_params: Arguments = field(default_factory=dict)
     wrappers: tuple[str, ...] = ()
     """Wrappers as ``module:Class?name=value``, innermost first."""
-    view: View = field(default_factory=View)
-    pacing: Pacing = field(default_factory=Pacing)
+    view: ObservationOptions = field(default_factory=ObservationOptions)
+    reset_policy: ResetPolicy = field(default_factory=ResetPolicy)
     role: str = "env.train"
     """Section of the configuration, for error messages."""
     first: int = 0
@@ -137,12 +137,12 @@ def make_vector_env(options: EnvOptions) -> VectorEnv:
         ValueError: the id is unknown, a package is missing, the arguments are wrong, or no policy supports the spaces.
     """
     in_processes = options.vectorization == "subprocess" and options.env_type != "envpool"
-    with _needs_named(options):
+    with _explain_missing_package(options):
         if not in_processes:
             _check_own(options)
         env = _make(options)
-    if options.first and options.pacing == Pacing():  # otherwise `PacedEnv` adds the index
-        with_offset: Any = PartOfEnvs(env, options.first)
+    if options.first and options.reset_policy == ResetPolicy():  # otherwise `ResetPolicyEnv` adds the index
+        with_offset: Any = OffsetSeedEnv(env, options.first)
         env = with_offset
     if in_processes:
         return env  # the timeout applies in the worker processes
@@ -172,7 +172,7 @@ def _make_batch(options: EnvOptions) -> VectorEnv:
     _refuse_single_environments(options)
     batched = options.env_type == "tensors"
     adapter = importlib.import_module(f"tether.control.envs.{'batched_simulation' if batched else 'jax_envs'}")
-    with _in_time(options):
+    with _constructor_timeout(options):
         arguments = _arguments(options) if batched else dict(options.init_params)
         env: Any = _called(function, where, **({"num_envs": options.num_envs} if batched else {}), **arguments)
     if batched:
@@ -182,8 +182,10 @@ def _make_batch(options: EnvOptions) -> VectorEnv:
 
 def _make_gymnasium(options: EnvOptions) -> VectorEnv:
     spec = _find(options)
-    paced = options.pacing != Pacing()
-    needs_loop = paced or options.ignore_terminations or bool(options.wrappers) or options.view != View()
+    manages_resets = options.reset_policy != ResetPolicy()
+    needs_loop = (
+        manages_resets or options.ignore_terminations or bool(options.wrappers) or options.view != ObservationOptions()
+    )
     own_code = spec.vector_entry_point is not None and not needs_loop
     if spec.entry_point is None:
         _refuse_single_environments(options)
@@ -232,8 +234,8 @@ def _own_vector(options: EnvOptions, spec: EnvSpec) -> gymnasium.vector.VectorEn
     """Make the vector environment of an id that has vector code of its own."""
     arguments = _arguments(options)
     assert spec.vector_entry_point is not None
-    arguments |= without_clipping(options, _defaults(spec.vector_entry_point) | arguments)
-    with _in_time(options), _pictures_named():
+    arguments |= disabled_clipping_arguments(options, _defaults(spec.vector_entry_point) | arguments)
+    with _constructor_timeout(options), _explain_missing_render_mode():
         vector = gymnasium.make_vec(spec, options.num_envs, vectorization_mode="vector_entry_point", **arguments)
     if vector.num_envs != options.num_envs:
         vector.close()
@@ -244,13 +246,13 @@ def _own_vector(options: EnvOptions, spec: EnvSpec) -> gymnasium.vector.VectorEn
     return vector
 
 
-def has_vector_code_alone(options: EnvOptions) -> bool:
+def is_vector_only(options: EnvOptions) -> bool:
     """Whether an id makes vector environments only: it is registered so, or names a user's function with ``num_envs``.
 
     Raises:
         ValueError: the id is unknown, or a package is missing.
     """
-    with _needs_named(options):
+    with _explain_missing_package(options):
         return options.env_type in OWN_BATCHES or (
             options.env_type == "gymnasium" and _find(options).entry_point is None
         )
@@ -264,8 +266,10 @@ def _refuse_single_environments(options: EnvOptions) -> None:
         or (options.vectorization == "sync" and not filmed),
         f"{options.role}.wrappers": bool(options.wrappers),
         f"{options.role}.ignore_terminations": options.ignore_terminations,
-        "a choice of what is seen (drop_observations, frame_stack, action_masks, info_metrics)": options.view != View(),
-        "a pacing (num_action_chunks, group_size, auto_reset, use_fixed_reset_state_ids)": options.pacing != Pacing(),
+        "a choice of what is seen (drop_observations, frame_stack, action_masks, info_metrics)": options.view
+        != ObservationOptions(),
+        "a pacing (num_action_chunks, group_size, auto_reset, use_fixed_reset_state_ids)": options.reset_policy
+        != ResetPolicy(),
     }
     if named := [name for name, needs in needing.items() if needs]:
         raise ValueError(
@@ -280,7 +284,7 @@ def spaces_of(options: EnvOptions) -> tuple[gymnasium.Space[Any], gymnasium.Spac
     Raises:
         ValueError: as in `make_vector_env`.
     """
-    with _needs_named(options):
+    with _explain_missing_package(options):
         if options.env_type in OWN_BATCHES:
             with closing(_make_batch(options)) as batch:
                 return batch.spaces
@@ -290,7 +294,7 @@ def spaces_of(options: EnvOptions) -> tuple[gymnasium.Space[Any], gymnasium.Spac
                 spaces: tuple[gymnasium.Space[Any], gymnasium.Space[Any]] = pool.spaces
                 return spaces
         demanded = options.env_type == "gymnasium" and options.vectorization == "vector"
-        if demanded or has_vector_code_alone(options):
+        if demanded or is_vector_only(options):
             with closing(_own_vector(options, _find(options))) as vector:
                 return vector.single_observation_space, vector.single_action_space
         with closing(make_one(options)) as env:
@@ -308,9 +312,9 @@ def _make_loop(options: EnvOptions) -> VectorEnv:
             f"{options.role}.vectorization: subprocess, but {options.id} is in this process alone. Use sync, or name "
             "the function as FILE.py:NAME."
         )
-    paced = options.pacing != Pacing()
+    manages_resets = options.reset_policy != ResetPolicy()
     env: SyncVectorEnv | WorkerVectorEnv
-    loop = partial(_loop, options, paced)
+    loop = partial(_loop, options, manages_resets)
     if options.vectorization == "subprocess":
         _import_simulator(options)
         env = WorkerVectorEnv(
@@ -318,14 +322,14 @@ def _make_loop(options: EnvOptions) -> VectorEnv:
             loop,
             options.num_envs,
             options.num_workers,
-            make_first=partial(_first_loop, options, paced),
+            make_first=partial(_first_loop, options, manages_resets),
             timeout=options.timeout,
-            holds=paced,
+            holds=manages_resets,
             first=options.first,
         )
     else:
         env = loop(options.num_envs)
-    return PacedEnv(env, **vars(options.pacing), first=options.first) if paced else env
+    return ResetPolicyEnv(env, **vars(options.reset_policy), first=options.first) if manages_resets else env
 
 
 def _loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
@@ -344,7 +348,7 @@ def _loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
 
 def _first_loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
     """Make the loop of the first worker, which reports errors in the environments on behalf of all workers."""
-    with _needs_named(options):
+    with _explain_missing_package(options):
         _check_own(options)
         return _loop(options, holds, count)
 
@@ -423,7 +427,7 @@ def _called(function: Callable[..., object], where: str, /, **arguments: object)
         raise ValueError(f"{where}: a call with {arguments} raised {type(error).__name__}: {error}") from error
 
 
-def _takes_their_number(function: Callable[..., object]) -> bool:
+def _makes_vector_env(function: Callable[..., object]) -> bool:
     """Whether a user's function makes a vector environment: it has the parameter ``num_envs``."""
     if isinstance(function, type):
         return issubclass(function, gymnasium.vector.VectorEnv)
@@ -443,8 +447,8 @@ def _new_vector(function: Callable[..., object], where: str, /, **arguments: obj
 def _check_own(options: EnvOptions) -> None:
     """If the id names a user's function that makes single environments, check one environment by resetting it and
     taking one step."""
-    if options.env_type == "gymnasium" and (function := _own(options)) and not _takes_their_number(function):
-        with _in_time(options):
+    if options.env_type == "gymnasium" and (function := _own(options)) and not _makes_vector_env(function):
+        with _constructor_timeout(options):
             _check_function(options, function)
 
 
@@ -481,22 +485,23 @@ def _check_function(options: EnvOptions, function: Callable[..., object]) -> Non
         ) from error
     # Unpacking would not notice an observation of two numbers without an info.
     if not isinstance(begun, tuple | list) or len(begun) != 2 or not isinstance(begun[1], Mapping | None):
-        raise ValueError(f"{where}: reset gives {described(begun)}, not (observation, info) as Gymnasium's. {FIX}")
-    obs, after = begun[0], read_unusual(answer, where)[0]
+        raise ValueError(f"{where}: reset gives {describe_value(begun)}, not (observation, info) as Gymnasium's. {FIX}")
+    obs, after = begun[0], convert_step(answer, where)[0]
     reader = ObservationReader(env.observation_space, where)
     for name, seen in (("reset", obs), ("step", after)):
         try:
             reader(seen, 1)
         except Exception as error:  # any error means that the observation is not in the space
             raise ValueError(
-                f"{where}: {name} gives {described(seen)}, which is not in {env.observation_space} ({error}). {FIX}"
+                f"{where}: {name} gives {describe_value(seen)}, which is not in {env.observation_space} ({error}). "
+                f"{FIX}"
             ) from error
 
 
 def make_one(options: EnvOptions) -> Env:
     """Make one of the environments that `make_vector_env` steps together; errors explain the cause."""
     try:
-        with _in_time(options):
+        with _constructor_timeout(options):
             if options.env_type == "gymnasium":
                 spec = _find(options)
                 if spec.entry_point is None:
@@ -525,15 +530,15 @@ def make_one(options: EnvOptions) -> Env:
     if options.id.rpartition(":")[2].startswith(tuple(MODULES)):
         env = SuccessByReward(env)
     for name in options.wrappers:
-        if not _clips_an_evaluation(options, name):
+        if not _clips_in_evaluation(options, name):
             env = _wrapped(env, name, options.role)
     _refuse_statistics(env, options)
-    env = _seen(env, options)
+    env = _apply_observation_options(env, options)
     return SeedsByMethod(env) if callable(getattr(env.unwrapped, "seed", None)) else env
 
 
 @contextmanager
-def _in_time(options: EnvOptions) -> Iterator[None]:
+def _constructor_timeout(options: EnvOptions) -> Iterator[None]:
     """Apply the timeout of a step to a constructor."""
     calls = CallWatchdog(
         options.timeout,
@@ -567,7 +572,7 @@ def _simulator_module(options: EnvOptions) -> ModuleType:
     return integration("robots", options.env_type)
 
 
-def _seen(env: Env, options: EnvOptions) -> Env:
+def _apply_observation_options(env: Env, options: EnvOptions) -> Env:
     view, space = options.view, env.observation_space
     if view.drop:
         names = list(space.spaces) if isinstance(space, gymnasium.spaces.Dict) else []
@@ -608,20 +613,20 @@ def _wrapped(env: Env, name: str, role: str) -> Env:
     return wrapped
 
 
-def _clips_an_evaluation(options: EnvOptions, wrapper: str) -> bool:
+def _clips_in_evaluation(options: EnvOptions, wrapper: str) -> bool:
     """Whether a wrapper clips rewards and must be left out, because evaluations report unclipped rewards."""
     return options.role == EVALUATION and wrapper.partition("?")[0].rpartition(":")[2] in CLIPPING_WRAPPERS
 
 
-def without_clipping(options: EnvOptions, arguments: Arguments) -> Info:
+def disabled_clipping_arguments(options: EnvOptions, arguments: Arguments) -> Info:
     """Return the constructor arguments that turn off the clipping of rewards, for evaluations."""
     return {name: False for name in CLIPPING_ARGUMENTS if options.role == EVALUATION and arguments.get(name) is True}
 
 
 def describe_preprocessing(options: EnvOptions) -> str:
     """Return a readable description of the preprocessing of observations and rewards in evaluations."""
-    clipping = [name for name in options.wrappers if _clips_an_evaluation(options, name)]
-    clipping += without_clipping(options, options.init_params)
+    clipping = [name for name in options.wrappers if _clips_in_evaluation(options, name)]
+    clipping += disabled_clipping_arguments(options, options.init_params)
     used = [f"{name}={value}" for name, value in options.init_params.items() if name not in clipping]
     used += [name for name in options.wrappers if name not in clipping]
     used += [f"frame_stack={options.view.frame_stack}"] if options.view.frame_stack > 1 else []
@@ -654,7 +659,7 @@ def _arguments(options: EnvOptions) -> Info:
             key = f"{options.role}.init_params.{name}"
             fix = f"Set {options.role}.{name}" if name in vars(options) else "Take it out"
             raise ValueError(f"{key}: Gymnasium takes this name for itself, so {options.id} never gets it. {fix}.")
-    arguments |= without_clipping(options, arguments)
+    arguments |= disabled_clipping_arguments(options, arguments)
     if options.max_episode_steps is not None:
         arguments["max_episode_steps"] = options.max_episode_steps
     return arguments
@@ -669,7 +674,7 @@ def _find(options: EnvOptions) -> EnvSpec:
     module, _, name = options.id.rpartition(":")
     function = _own(options)
     hidden = {name: value for name, value in options.init_params.items() if name in GYMNASIUM_ARGUMENTS}
-    if function is not None and _takes_their_number(function):
+    if function is not None and _makes_vector_env(function):
         make_vector: Any = partial(_new_vector, function, _named(options), **hidden)
         return EnvSpec(name, vector_entry_point=make_vector)
     if function is not None:
@@ -691,7 +696,7 @@ def _find(options: EnvOptions) -> EnvSpec:
 
 
 @contextmanager
-def _pictures_named() -> Iterator[None]:
+def _explain_missing_render_mode() -> Iterator[None]:
     """Turn the error for a constructor without ``render_mode`` into a ValueError."""
     try:
         yield
@@ -702,7 +707,7 @@ def _pictures_named() -> Iterator[None]:
 
 
 @contextmanager
-def _needs_named(options: EnvOptions) -> Iterator[None]:
+def _explain_missing_package(options: EnvOptions) -> Iterator[None]:
     """Turn the error for a missing package into a ValueError that says what to install."""
     try:
         yield

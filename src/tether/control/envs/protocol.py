@@ -87,8 +87,8 @@ class EnvStep:
     None if no episode ended."""
     valid: Flags | None = None
     """[N]: whether an action was executed. It was not if the step only reset the environment, the environment waits
-    for a reset (`HeldEnv`), its agent does not act (a PufferEnv), or its process died (then the episode is truncated,
-    too). None: all are valid."""
+    for a reset (`ManualResetEnv`), its agent does not act (a PufferEnv), or its process died (then the episode is
+    truncated, too). None: all are valid."""
     success: Flags | None = None
     """[N]: whether the task is solved in this step. None if the environment does not report it."""
     info_values: Mapping[str, Floats] | None = None
@@ -141,7 +141,7 @@ class VectorEnv(Protocol):
         ...
 
 
-class SteppedInGroups(Protocol):
+class GroupSteppedEnv(Protocol):
     """Environments in groups that step independently of each other."""
 
     id: str
@@ -206,7 +206,7 @@ class Renders(Protocol):
         ...
 
 
-class HeldEnv(Protocol):
+class ManualResetEnv(Protocol):
     """N environments that wait after the end of an episode until they are reset."""
 
     id: str

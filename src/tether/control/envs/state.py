@@ -97,7 +97,7 @@ def _gives_state(layer: object) -> bool:
     return all(callable(getattr(layer, name, None)) for name in ("get_state", "set_state"))
 
 
-class EnvKeeper:
+class EnvSnapshotter:
     """Saves and restores environments of this process.
 
     Args:
@@ -195,7 +195,7 @@ class _Pickler(pickle.Pickler):
         if key is not None and id(obj) != self._top:
             self.mentioned.add(key)
             return key
-        if _pickles_its_arguments(obj):
+        if _is_ez_pickle(obj):
             raise pickle.PicklingError(
                 f"{type(obj).__name__} was made after the environment and pickles its constructor's arguments, not its "
                 "state"
@@ -250,7 +250,7 @@ def _owners(envs: Sequence[object]) -> list[_Owner]:
         begin = len(finder.layers)
         finder.add_layers([env])
         for layer in islice(finder.layers, begin, None):  # the list grows meanwhile
-            finder.look_into(layer)
+            finder.search_layer(layer)
             kinds = type(layer).__mro__[:-1]
             owners: list[type | ModuleType] = [*kinds, *filter(None, map(getmodule, kinds))]
             for each in owners:
@@ -283,14 +283,14 @@ def _functions(owners: Sequence[_Owner], finder: _Finder) -> list[_Owner]:
     return list(functions.values())
 
 
-def _pickles_its_arguments(obj: object) -> bool:
+def _is_ez_pickle(obj: object) -> bool:
     """Whether an object is pickled as the arguments of its constructor (Gymnasium's `EzPickle`)."""
     return not isinstance(obj, type) and any(base.__name__ == "EzPickle" for base in type(obj).__mro__)
 
 
 def _is_layer(obj: object) -> bool:
     """Whether an object is saved by its attributes: an environment, or an object whose state pickle would not save."""
-    return isinstance(obj, gymnasium.Env | gymnasium.vector.VectorEnv) or _pickles_its_arguments(obj)
+    return isinstance(obj, gymnasium.Env | gymnasium.vector.VectorEnv) or _is_ez_pickle(obj)
 
 
 class _Finder:
@@ -309,23 +309,23 @@ class _Finder:
                 self._known.add(id(value))
                 self.layers.append(value)
 
-    def look_into(self, layer: Any) -> None:
+    def search_layer(self, layer: Any) -> None:
         """Search a layer's attributes. If it saves its own state, add only the layer that it wraps."""
         if not _gives_state(layer):
-            self._look_through(vars(layer).values())
+            self._search_values(vars(layer).values())
         elif isinstance(layer, gymnasium.Wrapper | gymnasium.vector.VectorWrapper):
             self.add_layers([layer.env])
 
-    def _look_through(self, values: Iterable[object]) -> None:
+    def _search_values(self, values: Iterable[object]) -> None:
         for value in values:
             if isinstance(value, FunctionType):
                 if id(value) not in self._known_functions:
                     self._known_functions.add(id(value))
-                    self._look_through(_variables(value).values())
+                    self._search_values(_variables(value).values())
             elif not isinstance(value, CONSTANTS):
                 contents = self._layers_and_functions(value)
                 self.add_layers(contents)
-                self._look_through(each for each in contents if isinstance(each, FunctionType))
+                self._search_values(each for each in contents if isinstance(each, FunctionType))
 
     def functions_in(self, values: Iterable[object]) -> Iterator[FunctionType]:
         """Yield the functions in values, but not those in the functions' variables."""
@@ -347,7 +347,7 @@ class _Finder:
 
 class _FindingPickler(pickle.Pickler):
     def __init__(self, found: list[object]) -> None:
-        super().__init__(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL)
+        super().__init__(_NullFile(), protocol=pickle.HIGHEST_PROTOCOL)
         self._found = found
 
     def persistent_id(self, obj: object) -> int | None:
@@ -357,7 +357,7 @@ class _FindingPickler(pickle.Pickler):
         return id(obj) if is_found or isinstance(obj, CODE) else None
 
 
-class _Nowhere(io.RawIOBase):
+class _NullFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         return len(data)
 

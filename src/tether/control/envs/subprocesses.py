@@ -60,7 +60,7 @@ class WorkerVectorEnv:
         num_envs: total number of environments.
         num_workers: number of processes, at most one per environment.
         timeout: maximum seconds for a process to make, reset or step its environments.
-        holds: the loops wait for `begin` (`HeldEnv`).
+        holds: the loops wait for `begin` (`ManualResetEnv`).
         first: index of the first environment in messages, if those of a run are divided among ranks.
 
     Raises:

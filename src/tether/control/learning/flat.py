@@ -250,7 +250,7 @@ class FlatEngine:
                 else:
                     self._keep_incident(step, function, mini, draws)
             epochs += 1
-            if plan.target_kl is not None and not function.critic_only and self._far(samples, function, plan):
+            if plan.target_kl is not None and not function.critic_only and self._should_stop(samples, function, plan):
                 break
         if batch.observed is not None:  # after the update, because sampling and training must use the same statistics
             self.policy.update_statistics(batch.observed.to(self._device))
@@ -282,16 +282,16 @@ class FlatEngine:
 
     @torch.no_grad()
     def _gradients(self, mini: Samples, loss: ControlLoss, draws: Draws) -> Outputs:
-        policy, rows, mine = self.policy, mini.decisions(), self._mine(mini)
+        policy, rows, mine = self.policy, mini.decisions(), self._select_local(mini)
         passed = policy.run(mine.obs, mine.memory, mine.actions)
         decided = mine.decisions()
         done = policy.head.evaluate(passed.outputs, decided.actions)
-        log_probs = self._of_all(mini, loss.log_probs(done.log_probs, decided.mask, self._chunk))
-        entropy = self._of_all(mini, done.entropy)
+        log_probs = self._gather_values(mini, loss.log_probs(done.log_probs, decided.mask, self._chunk))
+        entropy = self._gather_values(mini, done.entropy)
         values, values_grad = None, None
         if passed.values is not None:
-            values = self._of_all(mini, passed.values)
-            values_grad = self._of_mine(mini, loss.values_gradient(values, rows))
+            values = self._gather_values(mini, passed.values)
+            values_grad = self._local_values(mini, loss.values_gradient(values, rows))
         self._flat.begin_gradients()
         if loss.critic_only:
             policy.backward(passed, None, values_grad)
@@ -302,12 +302,12 @@ class FlatEngine:
         outputs_grad = policy.head.backward(
             done,
             decided.actions,
-            self._of_mine(mini, to_columns(gradient.by_log_probs, policy.head.width, rows.mask)),
-            self._of_mine(mini, loss.entropy_gradient(entropy, rows.mask, self._chunk)),
+            self._local_values(mini, to_columns(gradient.by_log_probs, policy.head.width, rows.mask)),
+            self._local_values(mini, loss.entropy_gradient(entropy, rows.mask, self._chunk)),
         )
         policy.backward(passed, outputs_grad, values_grad)
         self._finish_gradients()
-        return Outputs(log_probs, entropy, values, gradient.loss, self._norm_of_all(outputs_grad))
+        return Outputs(log_probs, entropy, values, gradient.loss, self._global_norm(outputs_grad))
 
     def _preallocated(self, mini: Samples, loss: ControlLoss) -> PreallocatedGradients | None:
         """Return a faster implementation of `gradients` for mini-batches of this size; None if none applies."""
@@ -316,22 +316,22 @@ class FlatEngine:
     def _retry_if_out_of_memory(self, attempt: Callable[[], Result], rows: int) -> Result:
         return retry_with_smaller_micro_batches(self.policy, attempt, rows)
 
-    def _mine(self, rows: Samples) -> Samples:
+    def _select_local(self, rows: Samples) -> Samples:
         """Return the rows whose decisions this engine computes, with their observations."""
         return rows
 
-    def _of_all(self, rows: Samples, values: Tensor) -> Tensor:
-        """Gather values of the decisions of all rows from those of `_mine`."""
+    def _gather_values(self, rows: Samples, values: Tensor) -> Tensor:
+        """Gather values of the decisions of all rows from those of `_select_local`."""
         return values
 
-    def _of_mine(self, rows: Samples, values: Tensor) -> Tensor:
-        """Select this engine's rows again, the inverse of `_of_all`; a single row that broadcasts stays as it is."""
+    def _local_values(self, rows: Samples, values: Tensor) -> Tensor:
+        """Select this engine's rows, the inverse of `_gather_values`; a single row that broadcasts is unchanged."""
         return values
 
     def _finish_gradients(self) -> None:
         """Reduce the gradients over all rows."""
 
-    def _norm_of_all(self, matrix: Tensor) -> Tensor:
+    def _global_norm(self, matrix: Tensor) -> Tensor:
         """Return the norm of a matrix with one row per decision, over all rows."""
         return torch.linalg.vector_norm(matrix)
 
@@ -381,7 +381,7 @@ class FlatEngine:
         actor = learning_rate(self._options, step) * self._rate_factor
         return [actor, actor * self._critic_lr / self._options.lr if self._options.lr else 0.0]
 
-    def _far(self, samples: Samples, loss: ControlLoss, plan: UpdatePlan) -> bool:
+    def _should_stop(self, samples: Samples, loss: ControlLoss, plan: UpdatePlan) -> bool:
         """Return whether to stop the epochs because the KL from the sampling policy is too large. If the learning rate
         adapts to the KL instead, adapt it."""
         assert plan.target_kl is not None
@@ -397,11 +397,11 @@ class FlatEngine:
     def _kl(self, samples: Samples, loss: ControlLoss) -> float:
         """Return the mean KL (k3 estimate) from the sampling policy to the current one, in nats per decision."""
         rows = samples.old_log_probs.shape[:-1].numel()
-        mine = self._mine(samples)
+        mine = self._select_local(samples)
         outputs = self._retry_if_out_of_memory(lambda: self.policy.outputs(mine.obs, mine.memory, mine.actions), rows)
         decided = mine.decisions()
         columns = self.policy.head.evaluate(outputs, decided.actions).log_probs
-        log_probs = self._of_all(samples, loss.log_probs(columns, decided.mask, self._chunk))
+        log_probs = self._gather_values(samples, loss.log_probs(columns, decided.mask, self._chunk))
         samples = samples.decisions()
         counted = mask_at(loss.logprob_level, samples.mask, self.policy.head.width)
         mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted

@@ -160,7 +160,7 @@ class Samples:
         return {name: column for name, column in declared if column is not None and name != "observed"}
 
 
-def dealt(samples: Samples, ranks: int) -> list[tuple[Samples, Observations]]:
+def shard_by_rank(samples: Samples, ranks: int) -> list[tuple[Samples, Observations]]:
     """Distribute the observations over ranks, round-robin by row, and return each rank's samples and observations.
 
     Instead of its observation, each row of the samples has the index of the observation among the rank's, or -1 if the

@@ -54,7 +54,7 @@ def export_policy(policy: Policy, kind: str, file: Path) -> None:
         ValueError: the policy has networks that are not tether's own, was saved without the spaces of its environment,
             or a package is missing.
     """
-    exported = exported_of(policy)
+    exported = export_arrays(policy)
     if kind == "npz":
         arrays: dict[str, Any] = {"about": np.array(json.dumps(exported.about)), **exported.arrays}
         with file.open("wb") as opened:
@@ -69,7 +69,7 @@ def export_policy(policy: Policy, kind: str, file: Path) -> None:
     onnx.save(_onnx_model(exported, onnx), str(file))
 
 
-def exported_of(policy: Policy) -> Exported:
+def export_arrays(policy: Policy) -> Exported:
     """Return a policy as arrays.
 
     Raises:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from tether.config import LoadedConfig, RunConfig
-from tether.control.build import env_options, make_env, view_of
-from tether.control.build_policies import code_of, new_policy, saved_policy, spaces_of, value_width
+from tether.control.build import env_options, make_env, observation_fields
+from tether.control.build_policies import get_action_code, new_policy, saved_policy, spaces_of, value_width
 from tether.control.envs.config import SELF_RESETTING
 from tether.control.envs.protocol import DiscreteActions, VectorEnv
 from tether.control.policies.config import FLOW_TYPES, VLA_TYPES
@@ -66,7 +66,8 @@ def build_recording(
     if section.env_type in SELF_RESETTING:
         kind = section.env_type
         raise ValueError(f"env.train.env_type: {kind} makes no single environment to record. Use gymnasium.")
-    options = env_options(section, "env.train", {}, view_of(section))  # first, to report if Gymnasium is missing
+    # First, to report if Gymnasium is missing.
+    options = env_options(section, "env.train", {}, observation_fields(section))
     record = importlib.import_module("tether.integrations.robots.demonstration_recorder")
     make = importlib.import_module("tether.control.envs.make")
     env = make.make_one(options)
@@ -77,7 +78,7 @@ def build_recording(
         decide = record.scripted(act, codec)
     else:
         policy = saved_policy(Path(source), SOURCE)
-        code = code_of(policy)
+        code = get_action_code(policy)
         decode = _unchanged if code is None else code.decode
         decide = record.of_policy(policy.acting(), policy.spec.num_action_chunks, policy.state_width, decode)
     first = section.seed if seed is None else seed
@@ -114,7 +115,7 @@ def build_cloning(
             f"trainer.device={config.trainer.device}: imitation is learned on the CPU so far. Leave it out."
         )
     episodes = read_dataset(folder)
-    with closing(make_env(config.env.train, "env.train", {}, view_of(config.env.train))) as env:
+    with closing(make_env(config.env.train, "env.train", {}, observation_fields(config.env.train))) as env:
         obs = _observations(episodes, env, folder)
         actions = [_actions(episode, env, folder) for episode in episodes]
         for index, (seen, chosen) in enumerate(zip(obs, actions, strict=True)):

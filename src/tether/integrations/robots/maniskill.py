@@ -10,7 +10,7 @@ from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
 
 from tether.control.envs.batched_simulation import BatchedEnv
 from tether.control.envs.gymnasium_types import Arguments, Env, Info
-from tether.control.envs.make import EnvOptions, Pacing, View
+from tether.control.envs.make import EnvOptions, ObservationOptions, ResetPolicy
 from tether.spelling import did_you_mean
 
 GPU = ("gpu", "cuda", "physx_cuda")
@@ -31,8 +31,9 @@ def make_batch(options: EnvOptions, arguments: Arguments) -> BatchedEnv | None:
         return None
     for key, is_set in {
         "wrappers": bool(options.wrappers),
-        "drop_observations, frame_stack or info_metrics": options.view != View(),
-        "group_size, auto_reset, use_fixed_reset_state_ids or policy.num_action_chunks": options.pacing != Pacing(),
+        "drop_observations, frame_stack or info_metrics": options.view != ObservationOptions(),
+        "group_size, auto_reset, use_fixed_reset_state_ids or policy.num_action_chunks": options.reset_policy
+        != ResetPolicy(),
         "video_cfg.save_video": "render_mode" in arguments,
         "vectorization": options.vectorization in ("sync", "subprocess"),
     }.items():
