@@ -9,7 +9,7 @@ from tether.config import load_config
 from tether.plan.architecture import KNOWN
 from tether.plan.assumptions import Assumptions
 from tether.plan.devices import DEVICES, GIB, Device
-from tether.plan.memory import Model, at_rest, total, update
+from tether.plan.memory import Model, idle_memory, total, update
 from tether.plan.planning import OVERHEAD, Plan, Planner
 from tether.plan.timing import CPU, GPU, decode_step, forward_seconds
 
@@ -67,7 +67,7 @@ def memory_rows() -> Iterator[Row]:
         yield Row(prime, what, published, planned, "GiB", 0.1)
     for recompute, published in ((True, 3.23), (False, 6.17)):
         model = Model("actor", KNOWN["smollm2-135m"], fused=True, on_cpu=True, recompute=recompute)
-        planned = (total(at_rest(model)[0]) + total(update(model, 8192)) + UPDATE_ALONE) / GIB
+        planned = (total(idle_memory(model)[0]) + total(update(model, 8192)) + UPDATE_ALONE) / GIB
         what = f"smollm2-135m, update of 8,192 tokens, checkpointing {'on' if recompute else 'off'}"
         yield Row("this repository: memory", what, published, planned, "GiB", 0.1)
 
@@ -76,7 +76,7 @@ def _sharded(name: str, ranks: int, tokens: int, rank: int, *, whole_logits: boo
     sizes = KNOWN[name]
     adapter = sizes.adapter(rank) if rank else 0
     model = Model("actor", sizes, ranks, ranks, sharded=True, adapter=adapter, whole_logits=whole_logits)
-    return (total(at_rest(model)[0]) + total(update(model, tokens))) / GIB
+    return (total(idle_memory(model)[0]) + total(update(model, tokens))) / GIB
 
 
 def time_rows() -> Iterator[Row]:
@@ -239,6 +239,6 @@ def _fit(source: str, name: str, how: str, device: str, count: int) -> Fit:
     model = replace(model, on_cpu=False)
     passing = total(update(model, MICRO)) - total({k: v for k, v in update(model, MICRO).items() if "gradients" in k
                                                   and "whole" not in k})  # fmt: skip
-    held = (weight * model.held + (gradient + moments) * model.learned) / count
+    held = (weight * model.total_weights + (gradient + moments) * model.trained_weights) / count
     need = (held + passing) * 1.05 / GIB + OVERHEAD["gpu"] / GIB
     return Fit(source, name, how, device, count, need, DEVICES[device].memory)

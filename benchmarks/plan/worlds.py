@@ -63,13 +63,13 @@ WORLDS = (
 def planned(world: World) -> float:
     """Return the bytes by the formula, without what the process and the allocator take."""
     from tether.plan.architecture import KNOWN
-    from tether.plan.memory import Model, at_rest, total, update
+    from tether.plan.memory import Model, idle_memory, total, update
 
     shards = world.ranks if world.shards < 0 else world.shards
     model = Model(
         "actor", KNOWN[world.model], ranks=world.ranks, shards=shards, sharded=True, recompute=world.recompute
     )
-    return total(at_rest(model)[0]) + total(update(model, world.tokens))
+    return total(idle_memory(model)[0]) + total(update(model, world.tokens))
 
 
 def counted(world: World) -> float:

@@ -10,7 +10,7 @@ import pytest
 from tether.commands.plan import Check, PlanOptions, show_plan
 from tether.commands.train import memory_warning, train
 from tether.config import LoadedConfig, load_config
-from tether.plan.comparison import compare, corrections_file, corrections_of, keep_corrections
+from tether.plan.comparison import compare, corrections_file, load_corrections, save_corrections
 from tether.plan.devices import Device, save_measurement
 from tether.plan.planning import Planner
 
@@ -50,11 +50,11 @@ def test_a_run_beside_its_plan_corrects_the_next_plan(tmp_path: Path, monkeypatc
     assert results.corrections["gen"] == pytest.approx(12.0 / planned.middle)
     assert results.peak
     assert results.peak[1] == 3.0 * 2**30
-    keep_corrections(HERE, results.corrections)
-    again = compare(tmp_path, HERE, corrections_of(HERE))
+    save_corrections(HERE, results.corrections)
+    again = compare(tmp_path, HERE, load_corrections(HERE))
     assert again.seconds["gen"][0].middle == pytest.approx(12.0)
     assert again.corrections == pytest.approx(results.corrections), "a correction is of the plan without corrections"
-    assert corrections_of(Device("another", 1, 1, 1, 1)) == {}
+    assert load_corrections(Device("another", 1, 1, 1, 1)) == {}
 
 
 def test_a_folder_without_a_checkpoint_is_one_line(tmp_path: Path) -> None:
@@ -100,13 +100,13 @@ def test_a_busy_machine_corrects_nothing(
     assert (
         "other programs had the cores for 55% of the time, so later plans are not corrected" in capsys.readouterr().out
     )
-    assert corrections_of(HERE) == {}
+    assert load_corrections(HERE) == {}
     write((90, 0.0), (30, 0.6), (10, 0.02))
     assert show_plan([str(tmp_path)], PlanOptions(), load) == 0
     planned = Planner(loaded.config, HERE).plan().times["gen"].middle
-    assert corrections_of(HERE) == {"gen": pytest.approx(10 / planned)}
-    assert corrections_of(replace(HERE, bandwidth=1.05 * HERE.bandwidth)), "measured again, with about the same rates"
-    assert corrections_of(replace(HERE, teraflops=HERE.teraflops / 3)) == {}
+    assert load_corrections(HERE) == {"gen": pytest.approx(10 / planned)}
+    assert load_corrections(replace(HERE, bandwidth=1.05 * HERE.bandwidth)), "measured again, with about the same rates"
+    assert load_corrections(replace(HERE, teraflops=HERE.teraflops / 3)) == {}
     corrections_file().unlink()
     corrections_file().mkdir()
     capsys.readouterr()

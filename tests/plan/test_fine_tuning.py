@@ -9,7 +9,7 @@ import pytest
 from tether.commands.plan import Check, PlanOptions, show_plan
 from tether.commands.train import memory_warning
 from tether.config import LoadedConfig, load_config
-from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, lengths_of
+from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, assumed_lengths
 from tether.plan.changes import largest_micro_batch, smallest_changes, what_if
 from tether.plan.comparison import compare
 from tether.plan.devices import DEVICES, Device
@@ -43,8 +43,8 @@ def test_only_the_update_takes_memory_and_time() -> None:
     assert set(of_run.models) == {"actor"}
     needed = total(update(of_run.models["actor"], 2 * 2048))
     process = group.phases["load"]["process"]
-    at_rest = 14 * plan.actor.parameters  # bfloat16 weights, float32 masters, two moments
-    assert total(group.phases["update_actor"]) == pytest.approx(process + at_rest + 1.05 * needed)
+    idle_memory = 14 * plan.actor.parameters  # bfloat16 weights, float32 masters, two moments
+    assert total(group.phases["update_actor"]) == pytest.approx(process + idle_memory + 1.05 * needed)
     assert set(plan.times) == {"update_actor"}
     assert plan.step == plan.times["update_actor"]
     assert plan.idle is None
@@ -84,10 +84,10 @@ def test_the_largest_pack_fits_and_the_next_larger_one_does_not() -> None:
 
 def test_lengths_of_conversations() -> None:
     config = load(WORDS).config
-    lengths = lengths_of(config, Assumptions(prompt=1000, mean=300))
+    lengths = assumed_lengths(config, Assumptions(prompt=1000, mean=300))
     assert (lengths.prompt, lengths.mean, lengths.tail, lengths.limit) == (1000, 300, 1048, 1048)
     with pytest.raises(ValueError, match=r"^--response-tail 1500: is above the 1048 tokens that data\.max_length"):
-        lengths_of(config, Assumptions(prompt=1000, tail=1500))
+        assumed_lengths(config, Assumptions(prompt=1000, tail=1500))
 
 
 def test_a_run_is_compared_and_warned_of(tmp_path: Path) -> None:

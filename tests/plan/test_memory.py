@@ -8,7 +8,7 @@ import pytest
 
 from tether.integrations.megatron import MegatronLayout
 from tether.plan.architecture import KNOWN, architecture_of, from_config, known_name
-from tether.plan.memory import PREFILLED, Model, at_rest, kv_cache, megatron_state, total, update
+from tether.plan.memory import PREFILLED, Model, idle_memory, kv_cache, megatron_state, total, update
 
 # Two layers of hidden size 4: attention 2 heads and 1 key head of size 2, MLP of width 8, 10 tokens.
 TINY = from_config(
@@ -92,15 +92,18 @@ def test_what_one_device_keeps() -> None:
     """bfloat16 weights, float32 masters and two moments; gradients only while it is updated."""
     one = Model("actor", TINY)
     parameters = TINY.parameters
-    assert at_rest(one)[0] == {
+    assert idle_memory(one)[0] == {
         "actor weights": 2 * parameters,
         "actor masters": 4 * parameters,
         "actor optimizer": 8 * parameters,
     }
     assert update(one, 16)["actor gradients"] == 4 * parameters
-    assert at_rest(replace(one, trained=False))[0] == {"actor weights": 2 * parameters}
-    assert at_rest(replace(one, number=4))[0] == {"actor weights": 4 * parameters, "actor optimizer": 8 * parameters}
-    adapted = at_rest(replace(one, adapter=100))[0]
+    assert idle_memory(replace(one, trained=False))[0] == {"actor weights": 2 * parameters}
+    assert idle_memory(replace(one, number=4))[0] == {
+        "actor weights": 4 * parameters,
+        "actor optimizer": 8 * parameters,
+    }
+    adapted = idle_memory(replace(one, adapter=100))[0]
     assert adapted["actor optimizer"] == 800
     assert adapted["actor masters"] == 400, "frozen weights have none"
 
@@ -108,8 +111,8 @@ def test_what_one_device_keeps() -> None:
 def test_shards_divide_what_is_kept_and_offloading_moves_it() -> None:
     parameters = TINY.parameters
     shards = Model("actor", TINY, ranks=4, shards=4, sharded=True)
-    assert at_rest(shards)[0] == {"actor weights": parameters, "actor optimizer": 2 * parameters}
-    moved, host = at_rest(replace(shards, offload_optimizer=True, offload_weights=True))
+    assert idle_memory(shards)[0] == {"actor weights": parameters, "actor optimizer": 2 * parameters}
+    moved, host = idle_memory(replace(shards, offload_optimizer=True, offload_weights=True))
     assert (moved, host) == ({}, {"actor weights": parameters, "actor optimizer": 2 * parameters})
     local = update(replace(shards, offload_optimizer=True, offload_weights=True), 16)
     assert (local["actor weights"], local["actor optimizer"]) == (parameters, 2 * parameters)
@@ -119,7 +122,7 @@ def test_shards_divide_what_is_kept_and_offloading_moves_it() -> None:
 def test_more_devices_tokens_and_recomputation_never_work_the_wrong_way(name: str) -> None:
     def peak(shards: int, tokens: int, *, recompute: bool = True) -> float:
         model = Model("actor", KNOWN[name], ranks=shards, shards=shards, sharded=True, recompute=recompute)
-        return total(at_rest(model)[0]) + total(update(model, tokens))
+        return total(idle_memory(model)[0]) + total(update(model, tokens))
 
     by_devices = [peak(shards, 4096) for shards in (2, 4, 8, 64, 1024)]
     assert by_devices == sorted(by_devices, reverse=True)
@@ -144,8 +147,8 @@ def test_megatrons_ranks_train_their_shards_of_adapters() -> None:
     whole = Model("actor", TINY, ranks=4, number=4, layout=MegatronLayout(tensor=2))
     adapted = replace(whole, adapter=TINY.adapter(3))
     own = 2 * 3 * ((4 + 2) + (4 + 1) + (4 + 1) + (4 + 2) + 3 * (4 + 4))
-    assert at_rest(adapted)[0]["actor weights"] == at_rest(whole)[0]["actor weights"] + 4 * own
-    assert at_rest(adapted)[0]["actor optimizer"] == 8 * own / 2
+    assert idle_memory(adapted)[0]["actor weights"] == idle_memory(whole)[0]["actor weights"] + 4 * own
+    assert idle_memory(adapted)[0]["actor optimizer"] == 8 * own / 2
     assert update(adapted, 16)["actor gradients"] == 4 * own
     stage = update(replace(adapted, layout=MegatronLayout(pipeline=2)), 16)
     assert stage["actor gradients"] == 4 * TINY.adapter(3) / 2

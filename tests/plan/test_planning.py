@@ -11,7 +11,7 @@ import pytest
 from tether.commands.plan import Check, PlanOptions, load_for, read_price, show_plan
 from tether.config import LoadedConfig, load_config
 from tether.plan.architecture import KNOWN
-from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, lengths_of, rows_of_data, validation_rows
+from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, assumed_lengths, training_row_count, validation_rows
 from tether.plan.changes import largest_micro_batch, smallest_changes, what_if
 from tether.plan.devices import DEVICES, GIB, Device
 from tether.plan.memory import total
@@ -52,7 +52,12 @@ def test_adapters_on_the_critic_save_memory_and_time_as_on_the_policy() -> None:
     card, gae = DEVICES["h100-80g"], ("algorithm.adv_estimator=gae", "actor_rollout_ref.model.lora_rank=16")
     whole, adapted = (planner("qwen2.5-1.5b", card, 1, *gae, *more) for more in ((), ("critic.model.lora_rank=16",)))
     of_critic, of_actor = adapted.models["critic"], adapted.models["actor"]
-    assert of_critic.adapter == of_critic.learned == of_actor.learned < whole.models["critic"].learned / 50
+    assert (
+        of_critic.adapter
+        == of_critic.trained_weights
+        == of_actor.trained_weights
+        < whole.models["critic"].trained_weights / 50
+    )
     memory = [plan.plan().groups[0].phases["update_critic"]["critic gradients"] for plan in (whole, adapted)]
     assert memory[1] < memory[0] / 50
     assert adapted.plan().step.middle < whole.plan().step.middle
@@ -88,7 +93,7 @@ def test_each_of_several_teachers_is_planned() -> None:
     assert sizes == [KNOWN["qwen2.5-7b"].parameters, KNOWN["qwen2.5-1.5b"].parameters]
     phases = [plan.plan().groups[0].phases["update_actor"] for plan in (single, several)]
     assert phases[1]["teacher a weights"] == phases[0]["reference weights"]
-    assert phases[1]["teacher b weights"] == several.models["teacher b"].held * 2 / 2
+    assert phases[1]["teacher b weights"] == several.models["teacher b"].total_weights * 2 / 2
     assert several.plan().times["ref"].middle < single.plan().times["ref"].middle
     whole = planner("qwen2.5-1.5b", card, 2, *one, "distillation.distillation_loss.loss_mode=full")
     assert whole.plan().groups[0].phases["update_actor"]["reference weights"] > 0
@@ -242,7 +247,7 @@ def test_a_run_in_turn_ahead_and_far_ahead() -> None:
 def test_lengths_that_contradict_are_one_line(assumptions: Assumptions, message: str) -> None:
     config = load([*GRPO, "actor_rollout_ref.model.path=qwen2.5-0.5b"]).config
     with pytest.raises(ValueError, match=f"^{message}$"):
-        lengths_of(config, assumptions)
+        assumed_lengths(config, assumptions)
 
 
 def test_a_price_has_a_currency() -> None:
@@ -386,7 +391,7 @@ def test_rows_of_published_data_are_known_for_training_and_validation() -> None:
     words = ["data.train_files=[none/gsm8k/train.parquet,none/math/train.parquet]"]
     words += ["data.val_files=[none/gsm8k/test.parquet]", "actor_rollout_ref.model.path=qwen2.5-0.5b"]
     counts = [
-        (rows_of_data(config, NOTHING_GIVEN), validation_rows(config))
+        (training_row_count(config, NOTHING_GIVEN), validation_rows(config))
         for config in (load([*words, *more]).config for more in ((), ("data.val_max_samples=100",)))
     ]
     assert [(train and train.count, test and test.count) for train, test in counts] == [(14973, 1319), (14973, 100)]

@@ -13,16 +13,16 @@ import typer
 
 from tether.config import LoadedConfig, Problem, RunConfig
 from tether.integrations import integration
-from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, rows_of_data
-from tether.plan.changes import by_lengths, largest_micro_batch, more_devices, smallest_changes, what_if
+from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, training_row_count
+from tether.plan.changes import largest_micro_batch, more_devices, plans_by_length, smallest_changes, what_if
 from tether.plan.comparison import (
     TIMING,
     compare,
     corrections_file,
-    corrections_of,
-    keep_corrections,
-    medians_of,
-    settings_of,
+    load_corrections,
+    load_run_config,
+    phase_medians,
+    save_corrections,
 )
 from tether.plan.devices import gib, host_memory, measured, read_device
 from tether.plan.planning import Plan, Planner
@@ -127,7 +127,7 @@ def show_plan(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) 
     device = read_device(options.device)[0] if options.device else measured()
     is_here = options.device in HERE
     host = options.host_memory or (host_memory() if is_here else None)
-    planner = Planner(loaded.config, device, options.assumptions, corrections_of(device), host)
+    planner = Planner(loaded.config, device, options.assumptions, load_corrections(device), host)
     plan = planner.plan()
     changes = [] if plan.verdict == "fits" else smallest_changes(planner)
     fits = plan.verdict != "does not fit" and plan.share <= 1
@@ -183,7 +183,7 @@ def show_control_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
 
 def _source_of_steps(loaded: LoadedConfig, assumptions: Assumptions) -> str:
     """Return how the number of steps was determined."""
-    trainer, rows = loaded.config.trainer, rows_of_data(loaded.config, assumptions)
+    trainer, rows = loaded.config.trainer, training_row_count(loaded.config, assumptions)
     if trainer.total_training_steps is not None or rows is None:
         return "trainer.total_training_steps"
     s = "" if trainer.total_epochs == 1 else "s"
@@ -201,17 +201,17 @@ def _division(plan: Plan) -> str:
 
 def show_comparison(run: Path, options: PlanOptions) -> int:
     """Print a run's measurements next to its plan, save the corrections for its device, and return the exit code 0."""
-    loaded = settings_of(run)
+    loaded = load_run_config(run)
     if loaded.config.env.train.id is not None:
         return _show_control_comparison(run, loaded, options)
     device = read_device(options.device)[0] if options.device else measured()
-    results = compare(run, device, corrections_of(device))
+    results = compare(run, device, load_corrections(device))
     message = f"later plans for {device.name} are corrected by these times ({corrections_file()})"
     if results.busy > BUSY:
         message = f"other programs had the cores for {results.busy:.0%} of the time, so later plans are not corrected"
     else:
         try:
-            keep_corrections(device, results.corrections)
+            save_corrections(device, results.corrections)
         except ValueError as error:  # a read-only home directory
             message = f"later plans are not corrected: {error}"
     rows = [
@@ -232,7 +232,7 @@ def _show_control_comparison(run: Path, loaded: LoadedConfig, options: PlanOptio
     """Print the measurements of a run in a simulator next to its plan, which is measured now."""
     from tether.control.plan import plan_control  # imports torch
 
-    medians, plan = medians_of(run), plan_control(loaded)
+    medians, plan = phase_medians(run), plan_control(loaded)
     rows = [
         (phase, span(planned), f"{short(seconds)} s", f"{seconds / planned.middle:.2f}")
         for phase, planned in plan.phases.items()
@@ -256,7 +256,7 @@ def _print_tables(screen: Screen, planner: Planner, plan: Plan) -> None:
     for title, table in (
         ("memory", memory_table(plan)),
         ("time", time_table(plan)),
-        ("what depends on the lengths (--response-mean, --response-tail)", length_table(by_lengths(planner))),
+        ("what depends on the lengths (--response-mean, --response-tail)", length_table(plans_by_length(planner))),
         *((f"what if: {name}", case_table(cases)) for name, cases in what_if(planner).items()),
     ):
         screen.print(f"\n{title}", style="bold")

@@ -46,7 +46,7 @@ class Assumptions:
 NOTHING_GIVEN = Assumptions()
 
 
-def lengths_of(config: RunConfig, assumptions: Assumptions) -> Lengths:
+def assumed_lengths(config: RunConfig, assumptions: Assumptions) -> Lengths:
     """Return the lengths of a run; by default means are half of the limits, and the tail is at the limit.
 
     For fine-tuning, the response of a conversation begins with its first learned token, by default its first token.
@@ -80,7 +80,7 @@ def lengths_of(config: RunConfig, assumptions: Assumptions) -> Lengths:
     return Lengths(prompt, mean, tail, limit)
 
 
-def rows_of_data(config: RunConfig, assumptions: Assumptions) -> RowCount | None:
+def training_row_count(config: RunConfig, assumptions: Assumptions) -> RowCount | None:
     """Return the number of training rows: as given, as counted in the files, or of a published data set; else None."""
     data = config.data
     rows = RowCount(assumptions.rows, "by --rows") if assumptions.rows is not None else _rows_of(data.train_files, ROWS)

@@ -9,7 +9,7 @@ from itertools import product
 from tether.config import with_values
 from tether.plan.devices import GIB, Cluster
 from tether.plan.memory import total
-from tether.plan.planning import NEAR, Interval, Plan, Planner, step_of
+from tether.plan.planning import NEAR, Interval, Plan, Planner, step_seconds
 from tether.text.sampling.config import SERVERS
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -53,11 +53,11 @@ def _fits(planner: Planner) -> bool:
     groups = planner.groups()
     if any(total(components) > limit for group in groups for components in group.phases.values()):
         return False
-    starts = not planner.server or not planner.server.missing
+    starts = not planner.server or not planner.server.missing_memory
     return starts and (planner.host_memory is None or total(planner.host()) <= planner.host_memory * GIB)
 
 
-def _halved(key: str, size: int, least: int) -> Options:
+def _halvings(key: str, size: int, least: int) -> Options:
     options: Options = [{}]
     while size > least:
         size //= 2
@@ -76,16 +76,16 @@ def _sizes(planner: Planner) -> list[Options]:
         results.append([{}, {"critic.model.enable_gradient_checkpointing": True}])
     for section, role in ((ACTOR, actor), *((("critic", critic),) if has_critic else ())):
         if role.use_dynamic_bsz:
-            results.append(_halved(f"{section}.ppo_max_token_len_per_gpu", role.ppo_max_token_len_per_gpu, 2048))
+            results.append(_halvings(f"{section}.ppo_max_token_len_per_gpu", role.ppo_max_token_len_per_gpu, 2048))
         else:
-            results.append(_halved(f"{section}.ppo_micro_batch_size_per_gpu", role.ppo_micro_batch_size_per_gpu, 1))
+            results.append(_halvings(f"{section}.ppo_micro_batch_size_per_gpu", role.ppo_micro_batch_size_per_gpu, 1))
     if planner.fine_tunes:
         return results
     if not rollout.log_prob_use_dynamic_bsz:
         key = f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"
-        results.append(_halved(key, rollout.log_prob_micro_batch_size_per_gpu, 1))
+        results.append(_halvings(key, rollout.log_prob_micro_batch_size_per_gpu, 1))
     if rollout.name not in SERVERS:
-        results.append(_halved(f"{ROLLOUT}.max_num_seqs", rollout.max_num_seqs, 16))
+        results.append(_halvings(f"{ROLLOUT}.max_num_seqs", rollout.max_num_seqs, 16))
     return results
 
 
@@ -167,7 +167,7 @@ def smallest_changes(planner: Planner, limit: int = 5) -> list[Change]:
             adapters.append({LORA: LORA_RANK, CRITIC_LORA: LORA_RANK})
     fitting: dict[frozenset[tuple[str, object]], Values] = {}
     for moved, adapter, sampler in product(_offloading(planner), adapters, _samplers(planner)):
-        results = _fitting(planner, {**moved, **adapter}, sampler)
+        results = _settings_that_fit(planner, {**moved, **adapter}, sampler)
         if results is not None:
             fitting.setdefault(frozenset(results.items()), results)
     smallest = [fitting[key] for key in fitting if not any(other < key for other in fitting)]
@@ -189,7 +189,7 @@ def _is_better(one: Change, other: Change) -> bool:
     return first != second and first[0] <= second[0] and first[1] <= second[1]
 
 
-def _fitting(planner: Planner, base: Values, sampler: Options) -> dict[str, object] | None:
+def _settings_that_fit(planner: Planner, base: Values, sampler: Options) -> dict[str, object] | None:
     """Return the settings to add to `base` so that the run fits, with those of `base` that it needs; None without."""
     for served in sampler:
         values = {**base, **served}
@@ -203,11 +203,11 @@ def _fitting(planner: Planner, base: Values, sampler: Options) -> dict[str, obje
                 if _fits(_changed(planner, values | tried)):
                     chosen = tried
                     break
-        return _needed(planner, values | chosen)
+        return _drop_unneeded(planner, values | chosen)
     return None
 
 
-def _needed(planner: Planner, values: dict[str, object]) -> dict[str, object]:
+def _drop_unneeded(planner: Planner, values: dict[str, object]) -> dict[str, object]:
     """Drop settings without which the run still fits."""
     for key in list(values):
         others = {name: value for name, value in values.items() if name != key}
@@ -253,7 +253,7 @@ def more_devices(planner: Planner) -> tuple[int, list[Change]] | None:
     count = planner.cluster.count
     while 2 * count <= MOST_DEVICES:
         count *= 2
-        larger = _on(planner, min(count, 8), max(1, count // 8))
+        larger = _with_devices(planner, min(count, 8), max(1, count // 8))
         if _fits(larger):
             return count, []
         if changes := smallest_changes(larger, limit=1):
@@ -277,7 +277,7 @@ class Case:
         return self.step.middle * self.plan.cluster.count
 
 
-def _on(planner: Planner, per_node: int, nodes: int) -> Planner:
+def _with_devices(planner: Planner, per_node: int, nodes: int) -> Planner:
     values = {"trainer.n_gpus_per_node": per_node, "trainer.nnodes": nodes}
     return replace(planner, config=with_values(planner.config, values))
 
@@ -289,9 +289,9 @@ def what_if(planner: Planner) -> dict[str, list[Case]]:
     if not config.cluster.component_placement and not config.actor_rollout_ref.rollout.nnodes:
         for count in _counts(cluster):
             nodes = max(1, count // 8) if count > cluster.per_node else 1
-            tables["devices"] += _case(_on(planner, count // nodes, nodes), f"{count}")
+            tables["devices"] += _case(_with_devices(planner, count // nodes, nodes), f"{count}")
         if not planner.fine_tunes:
-            tables["samplers"] = _split(planner)
+            tables["samplers"] = _sampler_placement_cases(planner)
     actor = config.actor_rollout_ref.actor
     key = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
     size: int = getattr(actor, key)
@@ -302,7 +302,7 @@ def what_if(planner: Planner) -> dict[str, list[Case]]:
     for other in () if planner.fine_tunes else sorted({max(1, n // 2), n, n * 2}):
         altered = with_values(config, {f"{ROLLOUT}.n": other})
         tables["responses of a prompt"] += _case(replace(planner, config=altered), f"rollout.n={other}")
-    return {name: _pareto(cases) for name, cases in tables.items() if len(cases) > 1}
+    return {name: _mark_pareto_optimal(cases) for name, cases in tables.items() if len(cases) > 1}
 
 
 def _counts(cluster: Cluster) -> list[int]:
@@ -318,7 +318,7 @@ def _case(planner: Planner, what: str) -> list[Case]:
     return [Case(what, plan, plan.step)]
 
 
-def _split(planner: Planner) -> list[Case]:
+def _sampler_placement_cases(planner: Planner) -> list[Case]:
     """Return plans for sampling on all devices, or on half of them: in turn, one step ahead, fully asynchronous."""
     together, config = planner.plan(), planner.config
     cases = [Case("together", together, together.step)]
@@ -338,15 +338,15 @@ def _split(planner: Planner) -> list[Case]:
     used = 1 - (plan.idle or 0.0)  # asynchronous samplers do not wait for the longest response
     flowing["gen"] = Interval(gen.low * used, gen.middle * used, gen.high * used)
     steps = {
-        "in turn": step_of(plan.times, "off"),
-        "one step ahead": step_of(plan.times, "one_step_off"),
-        "fully asynchronous": step_of(flowing, "fully_async"),
+        "in turn": step_seconds(plan.times, "off"),
+        "one step ahead": step_seconds(plan.times, "one_step_off"),
+        "fully asynchronous": step_seconds(flowing, "fully_async"),
     }
     return [*cases, *(Case(f"{count} sample, {count} learn, {how}", plan, step) for how, step in steps.items())]
 
 
-def _pareto(cases: list[Case]) -> list[Case]:
-    def beaten(case: Case) -> bool:
+def _mark_pareto_optimal(cases: list[Case]) -> list[Case]:
+    def is_dominated(case: Case) -> bool:
         return any(
             other.step.middle <= case.step.middle
             and other.device_seconds <= case.device_seconds
@@ -355,10 +355,10 @@ def _pareto(cases: list[Case]) -> list[Case]:
             if other.plan.verdict != "does not fit"
         )
 
-    return [replace(case, best=case.plan.verdict != "does not fit" and not beaten(case)) for case in cases]
+    return [replace(case, best=case.plan.verdict != "does not fit" and not is_dominated(case)) for case in cases]
 
 
-def by_lengths(planner: Planner) -> list[tuple[str, Plan]]:
+def plans_by_length(planner: Planner) -> list[tuple[str, Plan]]:
     """Return plans for other lengths of responses, because the actual lengths are unknown before a run."""
     lengths, assumptions = planner.lengths, planner.assumptions
     results = []

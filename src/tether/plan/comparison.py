@@ -41,7 +41,7 @@ class Comparison:
     """Share of time that the compared median step waited for cores used by other programs; 0 if unknown."""
 
 
-def settings_of(run: Path) -> LoadedConfig:
+def load_run_config(run: Path) -> LoadedConfig:
     """Return the configuration of a run from its last checkpoint.
 
     Raises:
@@ -53,7 +53,7 @@ def settings_of(run: Path) -> LoadedConfig:
     return load_config(max(results, key=lambda file: file.stat().st_mtime), [])
 
 
-def medians_of(run: Path) -> dict[str, float]:
+def phase_medians(run: Path) -> dict[str, float]:
     """Return the medians of a run's metrics over its steps, except the first ones.
 
     Steps in which other programs used the cores are excluded, unless there are only such steps.
@@ -90,8 +90,8 @@ def compare(run: Path, device: Device, corrections: Mapping[str, float]) -> Comp
     Raises:
         ValueError: the folder has no metrics, or no checkpoint.
     """
-    medians = medians_of(run)
-    config = settings_of(run).config
+    medians = phase_medians(run)
+    config = load_run_config(run).config
     assumptions = _assumptions(config, medians)
     plain = Planner(config, device, assumptions).plan()
     plan = Planner(config, device, assumptions, corrections).plan()
@@ -115,7 +115,7 @@ def corrections_file() -> Path:
     return cache_dir() / "plan_corrections.json"
 
 
-def corrections_of(device: Device) -> dict[str, float]:
+def load_corrections(device: Device) -> dict[str, float]:
     """Return phase -> measured / planned seconds for a device; empty if no run on it was compared.
 
     Corrections belong to plans with certain device rates, so they no longer apply after a measurement with other rates.
@@ -132,13 +132,13 @@ def corrections_of(device: Device) -> dict[str, float]:
         raise ValueError(f"{file}: cannot be read ({error}). Delete it; `tether plan RUN` writes it again") from None
 
 
-def keep_corrections(device: Device, corrections: Mapping[str, float]) -> None:
+def save_corrections(device: Device, corrections: Mapping[str, float]) -> None:
     """Save the corrections of a device for later plans, replacing earlier ones of the same phases.
 
     Raises:
         ValueError: the cache cannot be written.
     """
-    phases = {**corrections_of(device), **corrections}
+    phases = {**load_corrections(device), **corrections}
     file = corrections_file()
     every = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     every[device.name] = {**{rate: getattr(device, rate) for rate in RATES}, "phases": phases}

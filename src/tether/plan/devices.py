@@ -113,7 +113,7 @@ def read_device(text: str) -> tuple[Device, int | None]:
     if named == "this":
         return measured(), number
     if "=" in named:
-        return _own(named), number
+        return _parse_device(named), number
     if named not in DEVICES:
         wanted = named.lower()
         raise ValueError(
@@ -123,7 +123,7 @@ def read_device(text: str) -> tuple[Device, int | None]:
     return DEVICES[named], number
 
 
-def _own(text: str) -> Device:
+def _parse_device(text: str) -> Device:
     numbers: dict[str, float] = {}
     for pair in text.split(","):
         name, _, value = pair.partition("=")

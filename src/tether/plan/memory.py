@@ -98,17 +98,19 @@ class Model:
         return self.parameters - self.sizes.in_layers
 
     @property
-    def learned(self) -> int:
+    def trained_weights(self) -> int:
         """Number of weights that are trained."""
         return (self.adapter or self.parameters) if self.trained else 0
 
     @property
-    def held(self) -> int:
+    def total_weights(self) -> int:
         """Number of weights including the adapters."""
         return self.parameters + self.adapter
 
 
-def megatron_held(sizes: Architecture, layout: Layout, ranks: int, *, has_head: bool = True) -> list[tuple[float, int]]:
+def megatron_rank_weights(
+    sizes: Architecture, layout: Layout, ranks: int, *, has_head: bool = True
+) -> list[tuple[float, int]]:
     """Return the weights of the fullest rank as pairs: a number of weights, and how many ranks hold the same weights.
 
     Tensor parallelism divides matrices, embedding and head; pipeline parallelism divides the layers, with the
@@ -147,12 +149,13 @@ def megatron_state(sizes: Architecture, layout: Layout, ranks: int, number: int)
     """
     optimizer_bytes = MOMENTS + (MASTER if number == 2 else 0)
     return sum(
-        count * (number + SUM + optimizer_bytes / holders) for count, holders in megatron_held(sizes, layout, ranks)
+        count * (number + SUM + optimizer_bytes / holders)
+        for count, holders in megatron_rank_weights(sizes, layout, ranks)
     )
 
 
 def _megatron_adapter(model: Model) -> list[tuple[float, int]]:
-    """Return the pairs of `megatron_held` for adapters on all linear layers; empty without adapters."""
+    """Return the pairs of `megatron_rank_weights` for adapters on all linear layers; empty without adapters."""
     sizes, layout = model.sizes, model.layout
     assert layout
     if not model.adapter:
@@ -162,13 +165,13 @@ def _megatron_adapter(model: Model) -> list[tuple[float, int]]:
     return [(number, model.ranks // (layout.tensor * layout.pipeline))]
 
 
-def at_rest(model: Model) -> tuple[Parts, Parts]:
+def idle_memory(model: Model) -> tuple[Parts, Parts]:
     """Return what a model keeps in device memory and in host memory while it is not running."""
     device, host, role = Parts(), Parts(), model.role
     weights = host if model.on_host or model.offload_weights else device
     optimizer = host if model.on_host or model.offload_optimizer else device
     if model.layout:
-        pairs = megatron_held(model.sizes, model.layout, model.ranks, has_head=model.has_head)
+        pairs = megatron_rank_weights(model.sizes, model.layout, model.ranks, has_head=model.has_head)
         adapter = _megatron_adapter(model)
         weights[f"{role} weights"] = model.number * sum(number for number, _ in pairs + adapter)
         if model.trained:
@@ -181,21 +184,21 @@ def at_rest(model: Model) -> tuple[Parts, Parts]:
         return device, host
     shards = model.shards if model.sharded else 1
     if model.sharded:
-        weights[f"{role} weights"] = model.held * (MASTER if model.trained else model.number) / shards
+        weights[f"{role} weights"] = model.total_weights * (MASTER if model.trained else model.number) / shards
     else:
-        weights[f"{role} weights"] = model.held * model.number
+        weights[f"{role} weights"] = model.total_weights * model.number
         if model.trained and model.number == 2:
-            weights[f"{role} masters"] = MASTER * model.learned
+            weights[f"{role} masters"] = MASTER * model.trained_weights
     if model.trained:
-        optimizer[f"{role} optimizer"] = MOMENTS * model.learned / shards
+        optimizer[f"{role} optimizer"] = MOMENTS * model.trained_weights / shards
     return device, host
 
 
-def _returns(model: Model) -> Parts:
+def _loaded_from_host(model: Model) -> Parts:
     """Return the components that are moved from the host to the device while the model runs."""
     if not model.offload_weights or model.on_host:
         return {}
-    return {name: size for name, size in at_rest(model)[1].items() if "optimizer" not in name}
+    return {name: size for name, size in idle_memory(model)[1].items() if "optimizer" not in name}
 
 
 def saved_per_token(model: Model) -> float:
@@ -239,7 +242,7 @@ def logits(model: Model, tokens: float, *, update: bool) -> float:
 def inference(model: Model, tokens: float) -> Parts:
     """Return the memory that a forward pass without gradients needs in addition to the model's resident state."""
     tokens, role = tokens / model.sequence, model.role
-    components = _returns(model)
+    components = _loaded_from_host(model)
     components[f"{role} activations"] = tokens * (_transient(model) + 3 * model.number * model.sizes.hidden)
     components[f"{role} logits"] = logits(model, tokens, update=False)
     if model.sharded:
@@ -257,22 +260,22 @@ def update(model: Model, tokens: float, in_flight: int = 1) -> Parts:
     """
     moments = _moments(model, tokens / model.sequence, in_flight)
     largest = max(moments, key=lambda components: sum(components.values()))
-    components = _returns(model) | _gradients(model)
+    components = _loaded_from_host(model) | _gradients(model)
     if model.offload_optimizer and not model.on_host:
-        components |= {name: size for name, size in at_rest(model)[1].items() if "optimizer" in name}
+        components |= {name: size for name, size in idle_memory(model)[1].items() if "optimizer" in name}
     return components | {f"{model.role} {name}": size for name, size in largest.items() if size}
 
 
 def _gradients(model: Model) -> Parts:
-    """Return the summed gradients on the device, unless `at_rest` counts them."""
+    """Return the summed gradients on the device, unless `idle_memory` counts them."""
     name = f"{model.role} gradients"
     if model.layout:
-        pairs = megatron_held(model.sizes, model.layout, model.ranks, has_head=model.has_head)
+        pairs = megatron_rank_weights(model.sizes, model.layout, model.ranks, has_head=model.has_head)
         learned = sum(number for number, _ in _megatron_adapter(model) or pairs)
         return {name: SUM * learned} if model.gradients_are_freed else {}
     if model.on_host:
         return {}
-    return {name: SUM * model.learned / (model.shards if model.sharded else 1)}
+    return {name: SUM * model.trained_weights / (model.shards if model.sharded else 1)}
 
 
 def _moments(model: Model, tokens: float, in_flight: int) -> list[Parts]:

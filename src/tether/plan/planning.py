@@ -25,7 +25,7 @@ from tether.config.schema import ActorConfig, CriticConfig, RefConfig, TrainedFs
 from tether.integrations import integration
 from tether.plan import memory
 from tether.plan.architecture import Architecture, architecture_of
-from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, lengths_of, rows_of_data, validation_rows
+from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, assumed_lengths, training_row_count, validation_rows
 from tether.plan.devices import GIB, Cluster, Device, gib
 from tether.plan.memory import Model, Parts, total
 from tether.plan.timing import (
@@ -104,7 +104,7 @@ class ServerMemory:
     """Length of the longest sequence in tokens."""
 
     @property
-    def missing(self) -> float:
+    def missing_memory(self) -> float:
         """Return the bytes that the server's share lacks for its weights and a single sequence."""
         return max(0.0, self.weights + SERVER_ACTIVATIONS + self.longest * self.per_token - self.share)
 
@@ -116,13 +116,12 @@ class ServerMemory:
     @property
     def problem(self) -> str | None:
         """Return a sentence why the server cannot start, or None if it can."""
-        if not self.missing:
+        if not self.missing_memory:
             return None
         share = f"the server's {gib(self.share)} are less than its weights ({gib(self.weights)}"
         if self.share >= self.weights:
-            share += (
-                f") and the keys and values of a sequence of {self.longest:,} tokens ({gib(self.missing)} are missing"
-            )
+            share += f") and the keys and values of a sequence of {self.longest:,} tokens "
+            share += f"({gib(self.missing_memory)} are missing"
         return (
             f"{share}). Raise actor_rollout_ref.rollout.gpu_memory_utilization, or split its weights by "
             "actor_rollout_ref.rollout.tensor_model_parallel_size."
@@ -170,14 +169,14 @@ class Plan:
         return None
 
     @cached_property
-    def fullest(self) -> DeviceGroup:
+    def fullest_group(self) -> DeviceGroup:
         """Return the devices that need the most memory."""
         return max(self.groups, key=lambda group: total(group.phases[group.peak_phase]))
 
     @property
     def peak(self) -> float:
         """Return the peak memory of the fullest device in bytes."""
-        return total(self.fullest.phases[self.fullest.peak_phase])
+        return total(self.fullest_group.phases[self.fullest_group.peak_phase])
 
     @property
     def share(self) -> float:
@@ -309,7 +308,7 @@ class Planner:
             on_cpu=self.device.is_cpu,
         )
         if uses_megatron(config) and not isinstance(role, ScoringModelConfig):
-            return self._of_megatron(model, name, role)
+            return self._megatron_model(model, name, role)
         moved = fsdp.param_offload or fsdp.offload_policy or getattr(fsdp, "optimizer_offload", False)
         unsharded = isinstance(role, RefConfig) and reference_runs_with_actor(config)
         if unsharded or (devices == 1 and not moved):
@@ -326,7 +325,7 @@ class Planner:
             offload_optimizer=isinstance(fsdp, TrainedFsdpConfig) and fsdp.optimizer_offload and on_gpu,
         )
 
-    def _of_megatron(self, model: Model, name: str, role: ActorConfig | CriticConfig | RefConfig) -> Model:
+    def _megatron_model(self, model: Model, name: str, role: ActorConfig | CriticConfig | RefConfig) -> Model:
         sizes, arch = role.megatron, model.sizes
         section = {"actor": "actor_rollout_ref.actor", "reference": "actor_rollout_ref.ref", "critic": "critic"}[name]
         layouts = integration("megatron", "layout")
@@ -362,7 +361,7 @@ class Planner:
     @cached_property
     def lengths(self) -> Lengths:
         """Tokens of prompts and responses."""
-        return lengths_of(self.config, self.assumptions)
+        return assumed_lengths(self.config, self.assumptions)
 
     @property
     def fine_tunes(self) -> bool:
@@ -496,19 +495,19 @@ class Planner:
             base["communication"] = COMMUNICATION
         resting, on_host = Parts(base), Parts()
         for model in local.values():
-            device, host = memory.at_rest(model)
+            device, host = memory.idle_memory(model)
             resting |= device
             on_host |= host
         if self.device.is_cpu:
             resting |= on_host
-        if "sampler" in names and not self.served:
+        if "sampler" in names and not self.uses_servers:
             if self._has_copy:
                 resting["sampler weights"] = float(self.sampler.number * self.policy.parameters)
             resting |= self._sampler_copies()
         if self.device.is_cpu and self.config.trainer.async_save and self.config.trainer.save_freq > 0:
             resting["copy of a checkpoint"] = self.checkpoint() / self.cluster.count
         added: dict[str, Parts] = {"load": self._loading(local)}
-        if "sampler" in names or (self.served and "actor" in names and "sampler" not in placed(self.config)):
+        if "sampler" in names or (self.uses_servers and "actor" in names and "sampler" not in placed(self.config)):
             added["sampling"] = self._sampling(self.config.data.train_batch_size, self.group)
             if prompts := self._validation_prompts():
                 added["validation"] = self._sampling(prompts, self.config.actor_rollout_ref.rollout.val_kwargs.n)
@@ -568,7 +567,7 @@ class Planner:
         return {"a layer in float32": float(max(memory.MASTER * m.sizes.largest_layer for m in local.values()))}
 
     @property
-    def served(self) -> bool:
+    def uses_servers(self) -> bool:
         """Whether servers sample."""
         return not self.fine_tunes and self.config.actor_rollout_ref.rollout.name in SERVERS
 
@@ -590,7 +589,7 @@ class Planner:
     def samplers(self) -> int:
         """Number of copies of the policy that sample."""
         devices = placed(self.config).get("sampler", placed(self.config)["actor"])
-        if not self.served:
+        if not self.uses_servers:
             return len(devices)
         return max(1, len(devices) // self.config.actor_rollout_ref.rollout.tensor_model_parallel_size)
 
@@ -598,7 +597,7 @@ class Planner:
     def server(self) -> ServerMemory | None:
         """The server that samples on devices of the run, if there is one."""
         rollout, sizes, model = self.config.actor_rollout_ref.rollout, self.policy, self.sampler
-        if not self.served or rollout.server_urls:
+        if not self.uses_servers or rollout.server_urls:
             return None
         split = rollout.tensor_model_parallel_size
         kept = sizes.kv_per_token / split
@@ -634,7 +633,7 @@ class Planner:
         config, rollout, sizes = self.config, self.config.actor_rollout_ref.rollout, self.policy
         if self.server:
             return {"server (gpu_memory_utilization)": self.server.share}
-        if self.served:
+        if self.uses_servers:
             return {}
         length = config.data.max_prompt_length + rollout.response_length
         slots = max(1, min(rollout.max_num_seqs, ceil(prompts * n / self.samplers)))
@@ -652,7 +651,7 @@ class Planner:
         components = Parts()
         if actor.sharded or actor.layout:
             components["gathered weights"] = float(actor.number * self.policy.embedding)
-        if self.served:
+        if self.uses_servers:
             components["weights on their way"] = 2.0 * SLICE
         return components
 
@@ -663,10 +662,10 @@ class Planner:
             return components
         components["processes"] = HOST_PROCESS * per_node
         for model in self.models.values():
-            for name, size in memory.at_rest(model)[1].items():
+            for name, size in memory.idle_memory(model)[1].items():
                 components[name] = size * min(per_node, model.ranks)
         gradients = [
-            memory.SUM * model.learned / model.shards * min(per_node, model.ranks)
+            memory.SUM * model.trained_weights / model.shards * min(per_node, model.ranks)
             for model in self.models.values()
             if model.on_host and model.trained
         ]
@@ -675,7 +674,7 @@ class Planner:
         unsharded = [model for model in self.models.values() if not model.sharded and not model.layout]
         if unsharded:
             components["a model on its way to the device"] = max(
-                memory.MASTER * float(model.held) for model in unsharded
+                memory.MASTER * float(model.total_weights) for model in unsharded
             )
         if self.config.trainer.async_save and self.config.trainer.save_freq > 0:
             components["copy of a checkpoint"] = self.checkpoint() * per_node / self.cluster.count
@@ -684,11 +683,13 @@ class Planner:
     def checkpoint(self) -> float:
         """Return the bytes of a checkpoint: float32 weights, and AdamW's moments of trained weights."""
         trained = [model for model in self.models.values() if model.trained]
-        return float(sum(memory.MASTER * model.held + memory.MOMENTS * model.learned for model in trained))
+        return float(
+            sum(memory.MASTER * model.total_weights + memory.MOMENTS * model.trained_weights for model in trained)
+        )
 
     def steps(self) -> int | None:
         """Return the number of steps of the run; None if the rows of its data are unknown."""
-        trainer, rows = self.config.trainer, rows_of_data(self.config, self.assumptions)
+        trainer, rows = self.config.trainer, training_row_count(self.config, self.assumptions)
         if trainer.total_training_steps is not None:
             return trainer.total_training_steps
         if rows is None:
@@ -712,7 +713,7 @@ class Planner:
             self.checkpoint(),
             retained,
             times,
-            step_of(times, self.config.trainer.async_mode),
+            step_seconds(times, self.config.trainer.async_mode),
             idle,
             self.rows * (self.lengths.prompt + self.lengths.mean),
             steps,
@@ -758,12 +759,12 @@ class Planner:
         """Return the seconds of sampling, and the samplers' idle share."""
         rollout, lengths = self.config.actor_rollout_ref.rollout, self.lengths
         rows = max(1, ceil(self.rows / self.samplers))
-        efficiency = CPU if self.device.is_cpu else SERVER if self.served else GPU
-        shards = rollout.tensor_model_parallel_size if self.served else 1
+        efficiency = CPU if self.device.is_cpu else SERVER if self.uses_servers else GPU
+        shards = rollout.tensor_model_parallel_size if self.uses_servers else 1
         step = decode_step(self.sampler, self.cluster.device, efficiency, shards)
         drawn = lengths.draw(min(rows, DRAWN))
         slots = rollout.max_num_seqs
-        if self.server and not self.server.missing:
+        if self.server and not self.server.missing_memory:
             slots = max(1, min(slots, int(self.server.tokens / (lengths.prompt + lengths.mean))))
         sampled = simulate(drawn, slots, step, lengths.prompt)
         prompts = rows / rollout.n * lengths.prompt
@@ -822,13 +823,13 @@ class Planner:
     def _weights_transfer(self) -> float:
         actor, device = self.models["actor"], self.cluster.device
         size = float(actor.number * self.policy.parameters)
-        if not self._has_copy and not self.served:
+        if not self._has_copy and not self.uses_servers:
             return 0.0
         rate = device.bandwidth / 4 if device.is_cpu else device.link if self.cluster.nodes == 1 else device.network
-        return size / (min(rate, 20.0 if self.served else rate) * 1e9)
+        return size / (min(rate, 20.0 if self.uses_servers else rate) * 1e9)
 
 
-def step_of(times: Mapping[str, Interval], mode: str) -> Interval:
+def step_seconds(times: Mapping[str, Interval], mode: str) -> Interval:
     """Return the seconds of a step; in asynchronous runs, sampling and learning overlap."""
     sampling = [interval for phase, interval in times.items() if phase in ("gen", "reward")]
     learning = [interval for phase, interval in times.items() if phase not in ("gen", "reward")]

@@ -28,7 +28,7 @@ def short(value: float) -> str:
 
 def cause(plan: Plan) -> str:
     """Return a sentence with the phase of the peak and its largest components."""
-    group = plan.fullest
+    group = plan.fullest_group
     components = group.phases[group.peak_phase]
     first, *others = sorted(components, key=lambda name: -components[name])[:3]
     largest = f"{first} ({gib(components[first])})"

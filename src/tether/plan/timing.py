@@ -15,7 +15,7 @@ from statistics import NormalDist
 
 from tether.plan.architecture import Architecture
 from tether.plan.devices import Cluster, Device
-from tether.plan.memory import MASTER, SUM, Model, at_rest
+from tether.plan.memory import MASTER, SUM, Model, idle_memory
 
 SPREAD = (0.7, 1.45)
 """Range of a phase's time relative to its estimate, without calibration."""
@@ -47,7 +47,7 @@ class Efficiency:
     """Seconds per layer and decoded token that the roofline does not include, such as kernel launches."""
     source: str
 
-    def of_products(self, hidden: int, device: Device) -> float:
+    def dense_share(self, hidden: int, device: Device) -> float:
         """Return the share reached by dense products for a hidden size."""
         return self.products * hidden / (hidden + self.half_at * device.teraflops / FASTEST)
 
@@ -135,7 +135,7 @@ def decode_step(model: Model, device: Device, efficiency: Efficiency, shards: in
     """
     sizes, c = model.sizes, model.number
     weights = sizes.active_in_layers + sizes.embedding
-    rate = device.teraflops * 1e12 * efficiency.of_products(sizes.hidden, device) * efficiency.decoding
+    rate = device.teraflops * 1e12 * efficiency.dense_share(sizes.hidden, device) * efficiency.decoding
 
     def seconds(rows: int, length: float) -> float:
         read: float = weights
@@ -166,7 +166,7 @@ def forward_seconds(
     products = 2 * sizes.active_in_layers * tokens + 2 * sizes.embedding * targets
     attention = 4 * sizes.heads * sizes.head_size * sizes.layers * pairs
     rate = device.teraflops * 1e12
-    return products / (rate * efficiency.of_products(sizes.hidden, device)) + attention / (rate * efficiency.attention)
+    return products / (rate * efficiency.dense_share(sizes.hidden, device)) + attention / (rate * efficiency.attention)
 
 
 def gather_seconds(model: Model, cluster: Cluster, passes: float, sums: float) -> float:
@@ -184,7 +184,7 @@ def gather_seconds(model: Model, cluster: Cluster, passes: float, sums: float) -
     # Between machines, each device sends its own shard over the network; within a machine the links are faster.
     rate = device.link if model.shards <= cluster.per_node else device.network
     share = (model.shards - 1) / model.shards
-    return share * (passes * model.number * model.parameters + sums * SUM * model.learned) / (rate * 1e9)
+    return share * (passes * model.number * model.parameters + sums * SUM * model.trained_weights) / (rate * 1e9)
 
 
 def bus_seconds(model: Model, device: Device, passes: float, sums: float) -> float:
@@ -202,7 +202,9 @@ def bus_seconds(model: Model, device: Device, passes: float, sums: float) -> flo
     if not model.on_host or device.is_cpu:
         return 0.0
     stored = MASTER if model.trained else model.number
-    return (passes * stored * model.held + sums * SUM * model.learned) / model.shards / (device.bus * 1e9)
+    return (
+        (passes * stored * model.total_weights + sums * SUM * model.trained_weights) / model.shards / (device.bus * 1e9)
+    )
 
 
 def move_seconds(model: Model, device: Device, *, update: bool) -> float:
@@ -212,7 +214,7 @@ def move_seconds(model: Model, device: Device, *, update: bool) -> float:
     """
     if model.on_host or device.is_cpu:
         return 0.0
-    parts = at_rest(model)[1].items()
+    parts = idle_memory(model)[1].items()
     moved = sum(size for name, size in parts if update or not name.endswith("optimizer"))
     return 2 * moved / (device.bus * 1e9)
 
@@ -220,7 +222,7 @@ def move_seconds(model: Model, device: Device, *, update: bool) -> float:
 def optimizer_seconds(model: Model, device: Device, shards: int) -> float:
     """Return the seconds of AdamW's step, which reads and writes weights, gradients and moments in float32."""
     rate = HOST_BANDWIDTH if model.on_host and not device.is_cpu else 0.5 * device.bandwidth
-    return 28 * model.learned / shards / (rate * 1e9)
+    return 28 * model.trained_weights / shards / (rate * 1e9)
 
 
 def overlapped(products: float, sent: float) -> float:

@@ -125,14 +125,14 @@ class RunFolder:
         path = self.folder / RECORDS_FILE
         size = path.stat().st_size if path.exists() else 0
         end = self._heads[-1].offset + self._heads[-1].size if self._heads else 0
-        if size < end or _end_of(path, end) != self._last_bytes:
+        if size < end or _bytes_before(path, end) != self._last_bytes:
             self._heads, self._by_kind, self._columns, self._task_names, self._records, end = [], {}, {}, {}, {}, 0
         new = list(heads(path, end))
         for head in new:
             self._by_kind.setdefault(head.kind, {})[head.step] = head
         self._heads += new
         if new:
-            self._last_bytes = _end_of(path, new[-1].offset + new[-1].size)
+            self._last_bytes = _bytes_before(path, new[-1].offset + new[-1].size)
         return bool(new)
 
     @property
@@ -252,7 +252,9 @@ class RunFolder:
         remaining = self._discarded
         for start in [event["step"] for event in self.events if event["kind"] == "start" and event["resumed"]][::-1]:
             first = len(remaining)
-            while first and remaining[first - 1]["step"] > start and not _goes_back(remaining[first - 1 : first + 1]):
+            while (
+                first and remaining[first - 1]["step"] > start and not _step_decreases(remaining[first - 1 : first + 1])
+            ):
                 first -= 1
             branches.insert(0, remaining[first:])
             remaining = remaining[:first]
@@ -286,7 +288,7 @@ class RunFolder:
         return sorted(path.name for path in (self.folder / "video").glob("*.mp4"))
 
     @property
-    def last_film(self) -> JsonObject | None:
+    def last_image_episode(self) -> JsonObject | None:
         """Step and row of an episode in the last recorded step whose observations include images, or None."""
         record = self.record("episodes", self.steps[-1]) if self.steps else None
         for episode in record["rows"] if record else ():
@@ -296,23 +298,23 @@ class RunFolder:
         return None
 
     @property
-    def is_cut_short(self) -> Mapping[str, str]:
+    def missing_data(self) -> Mapping[str, str]:
         """Data that a viewer could show but this run did not record, each with the setting that records it."""
         missing = {}
         if not self._heads:
             missing["samples" if self.kind == "text" else "episodes"] = "trainer.record_mb=2 (0 records nothing)"
         if self.kind == "text" and not self.validation_steps:
             missing["validation"] = "data.val_files, with trainer.test_freq or trainer.val_before_train"
-        if self.kind == "control" and self.last_film is None and not self.videos:
+        if self.kind == "control" and self.last_image_episode is None and not self.videos:
             missing["film"] = "env.eval.video_cfg.save_video=True; or tether play on a checkpoint"
         return missing
 
 
-def _goes_back(records: Sequence[JsonObject]) -> bool:
+def _step_decreases(records: Sequence[JsonObject]) -> bool:
     return len(records) == 2 and records[0]["step"] >= records[1]["step"]
 
 
-def _end_of(path: Path, end: int) -> bytes:
+def _bytes_before(path: Path, end: int) -> bytes:
     """Return the last bytes before an offset."""
     if not end:
         return b""
@@ -333,7 +335,7 @@ def find_runs(folders: list[Path]) -> list[Path]:
     """
     by_path: dict[Path, Path] = {}  # two paths to one folder, for example through a link, are one run
     for folder in folders:
-        runs = [folder] if is_run(folder) else sorted(_below(folder, 3))
+        runs = [folder] if is_run(folder) else sorted(_find_runs(folder, 3))
         if not runs:
             raise ValueError(f"{folder}: no run here; name the folder of a run, or a folder of such folders")
         for run in runs:
@@ -341,11 +343,11 @@ def find_runs(folders: list[Path]) -> list[Path]:
     return list(by_path.values())
 
 
-def _below(folder: Path, depth: int) -> Iterator[Path]:
+def _find_runs(folder: Path, depth: int) -> Iterator[Path]:
     if not folder.is_dir() or depth == 0:
         return
     for child in folder.iterdir():
         if is_run(child):
             yield child
         elif child.is_dir() and not child.is_symlink():
-            yield from _below(child, depth - 1)
+            yield from _find_runs(child, depth - 1)
