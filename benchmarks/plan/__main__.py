@@ -20,7 +20,7 @@ from benchmarks.speed.table import grid
 from tests.config.scripts import SCRIPTS
 from tests.config.test_seeds import scripts
 from tether.config import ConfigError, load_config
-from tether.plan.assumptions import NOTHING_GIVEN
+from tether.plan.assumptions import DEFAULT_ASSUMPTIONS
 from tether.plan.changes import smallest_changes, trains_adapters
 from tether.plan.devices import DEVICES, gib
 from tether.plan.memory import total
@@ -130,7 +130,7 @@ def cards() -> str:
     for model in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen3-1.7B", "Qwen2.5-3B", "Qwen2.5-7B"):
         words = ["data.train_files=[gsm8k.parquet]", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8"]
         words += [f"actor_rollout_ref.model.path={model}", "trainer.n_gpus_per_node=2", "trainer.device=cuda"]
-        planner = Planner(load_config(None, words).config, DEVICES["rtx4090-24g"], NOTHING_GIVEN)
+        planner = Planner(load_config(None, words).config, DEVICES["rtx4090-24g"], DEFAULT_ASSUMPTIONS)
         plan = planner.plan()
         changes = smallest_changes(planner, limit=3) if plan.verdict != "fits" else []
         fits = [
@@ -176,7 +176,7 @@ def _plan_of(file: Path | None, words: Sequence[str], name: str) -> tuple[str, s
         config = load_config(file, [*words, "trainer.device=cuda"]).config
     except ConfigError as error:
         return f"is refused: {error.problems[0].path}", "", ""
-    planner = Planner(config, device, NOTHING_GIVEN)
+    planner = Planner(config, device, DEFAULT_ASSUMPTIONS)
     if not config.actor_rollout_ref.model.path:
         return "names its model by a variable that is never set", "", ""
     plan = planner.plan()

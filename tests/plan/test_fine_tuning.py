@@ -9,7 +9,7 @@ import pytest
 from tether.commands.plan import Check, PlanOptions, show_plan
 from tether.commands.train import memory_warning
 from tether.config import LoadedConfig, load_config
-from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, assumed_lengths
+from tether.plan.assumptions import DEFAULT_ASSUMPTIONS, Assumptions, assumed_lengths
 from tether.plan.changes import largest_micro_batch, smallest_changes, what_if
 from tether.plan.comparison import compare
 from tether.plan.devices import DEVICES, Device
@@ -30,7 +30,7 @@ def load(words: Sequence[str], check: Check = lambda config: []) -> LoadedConfig
     return load_config(None, list(words), check)
 
 
-def planner(*more: str, device: str = "rtx4090-24g", assumptions: Assumptions = NOTHING_GIVEN) -> Planner:
+def planner(*more: str, device: str = "rtx4090-24g", assumptions: Assumptions = DEFAULT_ASSUMPTIONS) -> Planner:
     return Planner(load([*WORDS, *more]).config, DEVICES[device], assumptions)
 
 

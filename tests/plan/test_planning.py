@@ -11,7 +11,13 @@ import pytest
 from tether.commands.plan import Check, PlanOptions, load_for, read_price, show_plan
 from tether.config import LoadedConfig, load_config
 from tether.plan.architecture import KNOWN
-from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, assumed_lengths, training_row_count, validation_rows
+from tether.plan.assumptions import (
+    DEFAULT_ASSUMPTIONS,
+    Assumptions,
+    assumed_lengths,
+    training_row_count,
+    validation_rows,
+)
 from tether.plan.changes import largest_micro_batch, smallest_changes, what_if
 from tether.plan.devices import DEVICES, GIB, Device
 from tether.plan.memory import total
@@ -28,7 +34,7 @@ def load(words: Sequence[str], check: Check = lambda config: []) -> LoadedConfig
 
 
 def planner(
-    model: str, device: Device, devices: int = 1, *more: str, assumptions: Assumptions = NOTHING_GIVEN
+    model: str, device: Device, devices: int = 1, *more: str, assumptions: Assumptions = DEFAULT_ASSUMPTIONS
 ) -> Planner:
     words = [*GRPO, f"actor_rollout_ref.model.path={model}", f"trainer.n_gpus_per_node={devices}", *more]
     return Planner(load([*words, "trainer.device=cuda"]).config, device, assumptions)
@@ -391,7 +397,7 @@ def test_rows_of_published_data_are_known_for_training_and_validation() -> None:
     words = ["data.train_files=[none/gsm8k/train.parquet,none/math/train.parquet]"]
     words += ["data.val_files=[none/gsm8k/test.parquet]", "actor_rollout_ref.model.path=qwen2.5-0.5b"]
     counts = [
-        (training_row_count(config, NOTHING_GIVEN), validation_rows(config))
+        (training_row_count(config, DEFAULT_ASSUMPTIONS), validation_rows(config))
         for config in (load([*words, *more]).config for more in ((), ("data.val_max_samples=100",)))
     ]
     assert [(train and train.count, test and test.count) for train, test in counts] == [(14973, 1319), (14973, 100)]

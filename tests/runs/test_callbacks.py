@@ -7,7 +7,7 @@ import pytest
 import tether
 from tests.runs.golden import STEPS, Event, Golden, Notebook
 from tests.runs.loops import Control, assert_same_run
-from tether.loop.parts import Callbacks, OnSaved, Saver
+from tether.loop.parts import Callbacks, CheckpointSaver, OnSaved
 from tether.metrics.loggers.jsonl import read_metrics
 
 
@@ -72,7 +72,7 @@ def test_whatever_leaves_the_loop_saves_first(tmp_path: Path) -> None:
         assert [path.name for path in folder.glob("global_step*")] == ["global_step_2"], leaving.error
 
 
-class SlowDisk(Saver):
+class SlowDisk(CheckpointSaver):
     """Completes a checkpoint during the next step, unless somebody waits for it."""
 
     steps = 0

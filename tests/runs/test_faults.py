@@ -345,7 +345,7 @@ class Stuck(gymnasium.Wrapper):
 def test_a_signal_while_an_environment_hangs_costs_no_step(
     vectorization: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interrupt, "PATIENCE", 0.2)
+    monkeypatch.setattr(interrupt, "GRACE_SECONDS", 0.2)
     flag, name = tmp_path / "flag", "tests/Stuck-v0"
     if name not in gymnasium.registry:
         gymnasium.register(name, lambda flag: Stuck(gymnasium.make("CartPole-v1"), flag))

@@ -16,7 +16,7 @@ from tests.runs.control_run import assert_ratios_are_one, assert_resume_is_exact
 from tests.runs.test_control import learned  # noqa: E402
 from tether.control.envs.conversion import ActionCodec  # noqa: E402
 from tether.control.envs.protocol import ContinuousActions, DiscreteActions, MixedActions  # noqa: E402
-from tether.control.policies.networks import Choice, MixedHead  # noqa: E402
+from tether.control.policies.networks import ActionSampler, MixedHead  # noqa: E402
 
 ACTIONS = spaces.Dict(
     arm=spaces.Box(np.array([-1, -2], np.float32), np.array([1, 2], np.float32)),
@@ -106,12 +106,12 @@ def test_samples_have_the_distribution_of_the_head() -> None:
     head = MixedHead((3,), 1, -0.5)
     outputs = np.tile(np.array([[0.0, 1.0, -1.0, 0.25]], np.float32), (20000, 1))
     noise = head.noise((20000,), torch.Generator().manual_seed(0)).numpy()
-    actions = Choice(head)(outputs, noise)
+    actions = ActionSampler(head)(outputs, noise)
     assert actions.dtype == np.float32
     shares = np.bincount(actions[:, 0].astype(int)) / 20000
     np.testing.assert_allclose(shares, torch.tensor(outputs[0, :3]).softmax(0).numpy(), atol=0.015)
     assert (actions[:, 1].mean(), actions[:, 1].std()) == pytest.approx((0.25, math.exp(-0.5)), abs=0.015)
-    assert Choice(head)(outputs[:1], None).tolist() == [[1, 0.25]]
+    assert ActionSampler(head)(outputs[:1], None).tolist() == [[1, 0.25]]
 
 
 ACTOR = "actor_rollout_ref.actor"

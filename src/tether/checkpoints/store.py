@@ -60,7 +60,7 @@ class CheckpointStore:
             raise ValueError(f"trainer.max_actor_ckpt_to_keep={keep}: keep at least 1, or null to keep all")
         self.root = root
         self.keep = keep
-        self.spared: Path | None = None
+        self.protected: Path | None = None
         """A checkpoint that is kept in addition, because a run may still roll back to it."""
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
@@ -216,7 +216,7 @@ class CheckpointStore:
     def _prune(self, newest: Path) -> None:
         if self.keep is None:
             return
-        older = [path for path in _checkpoints(self.root) if step_of(path) < step_of(newest) and path != self.spared]
+        older = [path for path in _checkpoints(self.root) if step_of(path) < step_of(newest) and path != self.protected]
         for path in sorted(older, key=step_of, reverse=True)[self.keep - 1 :]:
             doomed = self.root / f"{DOOMED}{path.name}"
             _remove(doomed)

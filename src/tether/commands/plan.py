@@ -13,7 +13,7 @@ import typer
 
 from tether.config import LoadedConfig, Problem, RunConfig
 from tether.integrations import integration
-from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, training_row_count
+from tether.plan.assumptions import DEFAULT_ASSUMPTIONS, Assumptions, training_row_count
 from tether.plan.changes import largest_micro_batch, more_devices, plans_by_length, smallest_changes, what_if
 from tether.plan.comparison import (
     TIMING,
@@ -62,7 +62,7 @@ class PlanOptions:
     brief: bool = False
     host_memory: float | None = None
     """GiB of host memory per machine; None: measured if the plan is for this machine, else unknown."""
-    assumptions: Assumptions = NOTHING_GIVEN
+    assumptions: Assumptions = DEFAULT_ASSUMPTIONS
 
 
 def read_price(text: str | None) -> tuple[float, str] | None:

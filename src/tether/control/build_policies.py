@@ -11,7 +11,7 @@ from types import ModuleType
 from tether.checkpoints import find_checkpoint
 from tether.config.schema import AlgorithmConfig, ModelConfig
 from tether.config.support.live_keys import is_own_function
-from tether.control.envs.layers import ActionCode, CodedEnv
+from tether.control.envs.layers import ActionCode, ActionCodeEnv
 from tether.control.envs.protocol import ContinuousActions, DiscreteActions, MixedActions, VectorEnv, choices_of
 from tether.control.learning.advantages import CRITIC
 from tether.control.learning.rollouts import POLICY
@@ -237,7 +237,7 @@ def env_for_policy(env: VectorEnv, policy: Policy) -> VectorEnv:
     code = get_action_code(policy)
     if code is None or not isinstance(env.actions, ContinuousActions) or env.actions.width != code.action_dim:
         return env
-    return CodedEnv(env, code)
+    return ActionCodeEnv(env, code)
 
 
 def spaces_of(env: VectorEnv) -> JsonObject:

@@ -160,10 +160,10 @@ def plan_control(loaded: LoadedConfig) -> ControlPlan:
         components, _ = build_components(
             config, None, steps, Path(config.trainer.default_local_dir) / "ranks", resources
         )
-        return _measured(config, components, steps, begun)
+        return _plan_from_samples(config, components, steps, begun)
 
 
-def _measured(config: RunConfig, components: ControlComponents, steps: int, begun: float) -> ControlPlan:
+def _plan_from_samples(config: RunConfig, components: ControlComponents, steps: int, begun: float) -> ControlPlan:
     """Measure rollouts of about a second in total, and one epoch of learning from each."""
     actor, full_collector, cores = build_learner(config, components, steps), components.collector, CoreClock()
     epochs, decisions, envs = full_collector.noise_shape

@@ -113,7 +113,7 @@ def build_control_parts(
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # Environments may use the global generators, so they are seeded differently on each rank.
     seed_rng(seed_of(config.trainer.seed, 0, "rank", rank))
-    train, first = environments_of(config.env.train, rank, ranks, config.trainer.n_gpus_per_node)
+    train, first = rank_environments(config.env.train, rank, ranks, config.trainer.n_gpus_per_node)
     env = make_env(
         train, "env.train", reset_policy_fields(train, config.policy), observation_fields(train), first=first
     )
@@ -126,7 +126,7 @@ def build_control_parts(
     return {ENGINE: engine, ENVS: RankEnvs(env, collector, policy), "trace": ProcessTrace()}
 
 
-def environments_of(train: TrainEnvConfig, rank: int, ranks: int, on_node: int) -> tuple[TrainEnvConfig, int]:
+def rank_environments(train: TrainEnvConfig, rank: int, ranks: int, on_node: int) -> tuple[TrainEnvConfig, int]:
     """Return ``env.train`` for a rank's share of the environments, in complete groups, and the index of its first."""
     groups = train.total_num_envs // train.group_size
     first, end = (groups * number // ranks * train.group_size for number in (rank, rank + 1))

@@ -56,20 +56,20 @@ class OptimizerOptions:
 def learning_rate(options: OptimizerOptions, step: int) -> float:
     """Return the learning rate of training step `step`, counted from 0.
 
-    Warm-up is linear from `warmup_init` over `warmup_steps`; afterwards the rate is ``min_lr + (lr - min_lr) * share``
-    where the share (`_share`) begins at 1; ``inverse-square-root`` is ``lr * sqrt(warmup_steps / step)``, at least
-    `min_lr`. The shapes are those of Megatron-core's ``OptimizerParamScheduler`` and, with `min_lr_ratio` and
+    Warm-up is linear from `warmup_init` over `warmup_steps`; afterwards the rate is ``min_lr + (lr - min_lr) * factor``
+    where the factor (`_schedule_factor`) begins at 1; ``inverse-square-root`` is ``lr * sqrt(warmup_steps / step)``, at
+    least `min_lr`. The shapes are those of Megatron-core's ``OptimizerParamScheduler`` and, with `min_lr_ratio` and
     `num_cycles`, of transformers' cosine schedule.
     """
     if step < options.warmup_steps:
         return options.warmup_init + (options.lr - options.warmup_init) * step / options.warmup_steps
     if options.schedule == "inverse-square-root":
         return max(options.min_lr, options.lr * math.sqrt(max(1, options.warmup_steps) / max(1, step)))
-    return options.min_lr + (options.lr - options.min_lr) * _share(options, step)
+    return options.min_lr + (options.lr - options.min_lr) * _schedule_factor(options, step)
 
 
-def _share(options: OptimizerOptions, step: int) -> float:
-    """Return the share of the schedule: 1 for ``constant``, ``max(min, 1 - progress)`` for ``linear``.
+def _schedule_factor(options: OptimizerOptions, step: int) -> float:
+    """Return the factor of the schedule: 1 for ``constant``, ``max(min, 1 - progress)`` for ``linear``.
 
     For ``cosine`` it is ``max(min, (1 + min) / 2 + (1 - min) / 2 * cos(2 pi num_cycles progress))``; for ``WSD``
     (warm-up, stable, decay) it is 1 until the last `wsd_steps`.

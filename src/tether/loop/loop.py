@@ -26,10 +26,10 @@ from tether.loop.parts import (
     STOPS,
     BestEvaluation,
     Callbacks,
+    CheckpointSaver,
     CriticWarmup,
     Rollbacks,
     RolloutCorrection,
-    Saver,
     StepProfiler,
 )
 from tether.loop.protocol import RewardTransform, Rollouts, Source, StepRecorder
@@ -127,7 +127,7 @@ class Trainer:
     profiler: StepProfiler | None = None
     recorder: StepRecorder | None = None
     """Records samples or episodes of a step, for `tether view`."""
-    saver: Saver = field(default_factory=Saver)
+    saver: CheckpointSaver = field(default_factory=CheckpointSaver)
     on_collapse: OnCollapse = "warn"
     """What to do if an alarm reports that the policy has collapsed: continue, save and stop, or roll back."""
     rollbacks: Rollbacks | None = None
@@ -352,7 +352,7 @@ class Trainer:
     def _save_weights(self, full: DiskFull) -> None:
         """Save only the models of the current step, and warn that the training state did not fit on the disk."""
         store = self.persistence.store
-        store.spared = store.last_saved()  # the newest checkpoint from which a run can resume
+        store.protected = store.last_saved()  # the newest checkpoint from which a run can resume
 
         def start(folder: Path) -> Callable[[], None]:
             for role, learner in self._learners().items():

@@ -1,8 +1,9 @@
 """Small components of the training loop, most of which are enabled by configuration.
 
-`Callbacks` are notified of each step, evaluation and checkpoint. `Saver` completes checkpoints, either immediately or
-in a thread while training continues (``trainer.async_save``). `CriticWarmup` delays training of the policy until the
-critic explains the returns. `BestEvaluation` keeps the checkpoint of the best evaluation, and can end the run.
+`Callbacks` are notified of each step, evaluation and checkpoint. `CheckpointSaver` completes checkpoints, either
+immediately or in a thread while training continues (``trainer.async_save``). `CriticWarmup` delays training of the
+policy until the critic explains the returns. `BestEvaluation` keeps the checkpoint of the best evaluation, and can end
+the run.
 `Rollbacks` decides whether a run whose policy has collapsed stops or continues from an earlier checkpoint.
 `StepProfiler` traces selected steps, from every process of the run.
 
@@ -102,7 +103,7 @@ Complete = Callable[[], Path]
 OnSaved = Callable[[int, Path], None]
 
 
-class Saver:
+class CheckpointSaver:
     """Writes one checkpoint at a time in a thread or immediately; `collect` raises the errors of writing."""
 
     def __init__(self, background: bool = False) -> None:
@@ -237,7 +238,7 @@ class Rollbacks:
             return None
         again = bool(self.done) and since <= self.done[-1].collapsed
         checkpoint = self.store.newest_before(min(since - 1, self.done[-1].to) if again else since - 1)
-        self.store.spared = checkpoint
+        self.store.protected = checkpoint
         return checkpoint
 
     def message(self, target: Path | None, since: int) -> str:

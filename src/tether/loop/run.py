@@ -21,7 +21,7 @@ from tether.loop.checkpoint import TRAINING, Persistence
 from tether.loop.config import TrainerConfig
 from tether.loop.engine import AnyLoss, OptimizerOptions
 from tether.loop.loop import OnCollapse, Schedule, Trainer
-from tether.loop.parts import BestEvaluation, CriticWarmup, Ranks, Rollbacks, Saver, StepProfiler
+from tether.loop.parts import BestEvaluation, CheckpointSaver, CriticWarmup, Ranks, Rollbacks, StepProfiler
 from tether.loop.preflight import Preflight
 from tether.metrics.loggers import Loggers, RunInfo, build_loggers
 from tether.metrics.records import RecordFile
@@ -119,7 +119,7 @@ class TrainerParts(TypedDict):
 
     critic_warmup: CriticWarmup
     best: BestEvaluation
-    saver: Saver
+    saver: CheckpointSaver
     on_collapse: OnCollapse
     rollbacks: Rollbacks | None
     alarms: Alarms
@@ -161,7 +161,7 @@ def begin_run(
             f"{aside} now. Delete that folder if nobody needs them."
         )
     persistence = Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets)
-    saver = Saver(trainer.async_save)
+    saver = CheckpointSaver(trainer.async_save)
     resources.callback(saver.close)
     if trainer.on_collapse == "rollback":
         rollbacks = Rollbacks(store, trainer.max_rollbacks, done, trainer.rollback_lr_factor)

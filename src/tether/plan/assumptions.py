@@ -43,7 +43,7 @@ class Assumptions:
     """Seconds per step spent waiting for rewards."""
 
 
-NOTHING_GIVEN = Assumptions()
+DEFAULT_ASSUMPTIONS = Assumptions()
 
 
 def assumed_lengths(config: RunConfig, assumptions: Assumptions) -> Lengths:

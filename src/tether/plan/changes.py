@@ -18,7 +18,7 @@ UTILIZATION = f"{ROLLOUT}.gpu_memory_utilization"
 MOVED = {"weights": "param_offload", "the optimizer": "optimizer_offload"}
 """State that can be moved to the host -> the last component of its key."""
 MOST_DEVICES = 64
-AS_FAST = 1.02
+MAX_SLOWDOWN = 1.02
 """Two changes whose times differ by at most this factor count as equally fast."""
 Values = Mapping[str, object]
 Options = list[dict[str, object]]
@@ -181,7 +181,7 @@ def smallest_changes(planner: Planner, limit: int = 5) -> list[Change]:
 
 def _is_better(one: Change, other: Change) -> bool:
     """Whether a change is about as fast as another one of the same kind, with fewer settings or less host memory."""
-    if one.plan.step.middle > AS_FAST * other.plan.step.middle or (
+    if one.plan.step.middle > MAX_SLOWDOWN * other.plan.step.middle or (
         trains_adapters(one.values) and not trains_adapters(other.values)
     ):
         return False
@@ -218,7 +218,7 @@ def _drop_unneeded(planner: Planner, values: dict[str, object]) -> dict[str, obj
 
 def _is_slower(planner: Planner, values: Values, others: Values) -> bool:
     first, second = (_changed(planner, settings).plan().step.middle for settings in (values, others))
-    return first > AS_FAST * second
+    return first > MAX_SLOWDOWN * second
 
 
 def largest_micro_batch(planner: Planner) -> tuple[str, int] | None:

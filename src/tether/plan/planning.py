@@ -25,7 +25,13 @@ from tether.config.schema import ActorConfig, CriticConfig, RefConfig, TrainedFs
 from tether.integrations import integration
 from tether.plan import memory
 from tether.plan.architecture import Architecture, architecture_of
-from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, assumed_lengths, training_row_count, validation_rows
+from tether.plan.assumptions import (
+    DEFAULT_ASSUMPTIONS,
+    Assumptions,
+    assumed_lengths,
+    training_row_count,
+    validation_rows,
+)
 from tether.plan.devices import GIB, Cluster, Device, gib
 from tether.plan.memory import Model, Parts, total
 from tether.plan.timing import (
@@ -231,7 +237,7 @@ class Planner:
 
     config: RunConfig
     device: Device
-    assumptions: Assumptions = NOTHING_GIVEN
+    assumptions: Assumptions = DEFAULT_ASSUMPTIONS
     corrections: Mapping[str, float] | None = None
     host_memory: float | None = None
 

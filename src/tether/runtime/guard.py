@@ -68,12 +68,12 @@ def supervise(work: Callable[[], None], control: socket.socket, owner: int, fold
     os._exit(0)
 
 
-def end_descendants(process: int, spared: Collection[int] = ()) -> None:
-    """Kill all descendants of `process` except the `spared` ones, and reap this process's children.
+def end_descendants(process: int, excluded: Collection[int] = ()) -> None:
+    """Kill all descendants of `process` except the `excluded` ones, and reap this process's children.
 
     Orphans count as descendants of the process that adopted them (`adopt_orphans`). Requires /proc.
     """
-    while below := {pid: exited for pid, exited in descendants(process).items() if pid not in spared}:
+    while below := {pid: exited for pid, exited in descendants(process).items() if pid not in excluded}:
         reaped = False
         for pid, exited in below.items():
             if not exited:
@@ -183,10 +183,10 @@ def _watch(worker: int, control: socket.socket, child_exit: int, owner: int) -> 
             os.read(child_exit, 4096)
             status = _reap().get(worker)
             if status is not None:
-                return _death(status)
+                return _describe_exit(status)
 
 
-def _death(status: int) -> str:
+def _describe_exit(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"ended with exit code {code}"

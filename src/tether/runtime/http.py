@@ -147,7 +147,9 @@ def post_json(url: str, body: object, headers: Mapping[str, str], timeout: float
         content = response.read(MAX_ANSWER + 1)
     except (OSError, http.client.HTTPException) as error:
         reason = (
-            f"no answer within {timeout:.3g} s" if late.is_set() or isinstance(error, TimeoutError) else _words(error)
+            f"no answer within {timeout:.3g} s"
+            if late.is_set() or isinstance(error, TimeoutError)
+            else _describe_error(error)
         )
         raise NoAnswer(reason) from error
     finally:
@@ -165,5 +167,5 @@ def post_json(url: str, body: object, headers: Mapping[str, str], timeout: float
 _PORTS = {"http": 80, "https": 443}
 
 
-def _words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -28,6 +28,6 @@ def uses_modelscope(environment: Mapping[str, str] = os.environ) -> bool:
     return value.lower() in _ON
 
 
-def refusal(request: str, hub: str, why: str, fix: str) -> ValueError:
+def hub_error(request: str, hub: str, why: str, fix: str) -> ValueError:
     """Return the error for a request that was refused by a hub."""
     return ValueError(f"{request} {hub} does not give it ({why}). {fix[:1].upper()}{fix[1:]}")

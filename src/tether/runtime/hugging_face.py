@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 )
 
 from tether.runtime.disk import full_disk_error
-from tether.runtime.hubs import refusal
+from tether.runtime.hubs import hub_error
 
 NAME = "the Hugging Face hub"
 
@@ -36,27 +36,27 @@ def hugging_face_errors(request: str, fix: str) -> Iterator[None]:
     try:
         yield
     except RevisionNotFoundError as error:
-        raise refusal(
+        raise hub_error(
             request, NAME, "it has no such revision", f"correct the commit, branch or tag, or {fix}"
         ) from error
     except GatedRepoError as error:
-        raise refusal(
+        raise hub_error(
             request, NAME, "its owner asks for a login", f"ask for access and set HF_TOKEN, or {fix}"
         ) from error
     except RepositoryNotFoundError as error:
         why = "there is none of that name, or it is private"
-        raise refusal(request, NAME, why, f"correct the name or set HF_TOKEN, or {fix}") from error
+        raise hub_error(request, NAME, why, f"correct the name or set HF_TOKEN, or {fix}") from error
     except HfHubHTTPError as error:
         lines = [
             line for line in str(error).splitlines() if line.strip() and not line.startswith("For more information")
         ]
-        raise refusal(request, NAME, " ".join(lines[:2]) or type(error).__name__, fix) from error
+        raise hub_error(request, NAME, " ".join(lines[:2]) or type(error).__name__, fix) from error
     except HFValidationError as error:
-        raise refusal(request, NAME, str(error), f"correct the name, or {fix}") from error
+        raise hub_error(request, NAME, str(error), f"correct the name, or {fix}") from error
     except OfflineModeIsEnabled as error:
-        raise refusal(request, NAME, "HF_HUB_OFFLINE is set", f"unset it, or {fix}") from error
+        raise hub_error(request, NAME, "HF_HUB_OFFLINE is set", f"unset it, or {fix}") from error
     except Exception as error:  # raised by the HTTP client of the installed huggingface_hub
         if full := full_disk_error(error):
             raise full from None
         why = f"{constants.ENDPOINT} cannot be reached: {type(error).__name__}: {error}"
-        raise refusal(request, NAME, why, fix) from error
+        raise hub_error(request, NAME, why, fix) from error

@@ -13,7 +13,7 @@ from types import FrameType
 
 STDERR = 2
 """File descriptor of standard error."""
-PATIENCE = 10.0
+GRACE_SECONDS = 10.0
 """Seconds that the current step continues to wait for a process after the signal."""
 
 
@@ -96,9 +96,9 @@ def raise_if_interrupted(waiting_since: float, what: str = "a process gave no an
         what: what is being waited for, as a clause for the message.
 
     Raises:
-        Interrupted: a signal was received, and the wait has lasted more than `PATIENCE` seconds since then.
+        Interrupted: a signal was received, and the wait has lasted more than `GRACE_SECONDS` seconds since then.
     """
     if _current is None or _current.signal is None:
         return
-    if time.monotonic() - max(waiting_since, _current.since) > PATIENCE:
-        raise Interrupted(f"{_current.signal.name}: {what} for {PATIENCE:g} s, so the step in progress is dropped")
+    if time.monotonic() - max(waiting_since, _current.since) > GRACE_SECONDS:
+        raise Interrupted(f"{_current.signal.name}: {what} for {GRACE_SECONDS:g} s, so the step in progress is dropped")

@@ -9,7 +9,7 @@ import requests
 from modelscope_hub.errors import HubError
 
 from tether.runtime.disk import full_disk_error
-from tether.runtime.hubs import refusal
+from tether.runtime.hubs import hub_error
 
 NAME = "ModelScope"
 
@@ -30,4 +30,4 @@ def modelscope_errors(request: str, fix: str) -> Iterator[None]:
         if full := full_disk_error(error):
             raise full from None
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise refusal(request, NAME, lines[0], fix) from error
+        raise hub_error(request, NAME, lines[0], fix) from error

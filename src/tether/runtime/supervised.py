@@ -62,10 +62,10 @@ class SupervisedProcess:
         control: socket.socket,
         tag: bytes,
         limit: int,
-        longest_beat: float = math.inf,
+        max_heartbeat_seconds: float = math.inf,
     ) -> None:
         channel.setblocking(False)
-        self._longest_beat = longest_beat
+        self._max_heartbeat_seconds = max_heartbeat_seconds
         self._guard, self._control = guard, control
         self._channel = Channel(channel, tag, limit)
         self._poll = select.poll()
@@ -99,7 +99,7 @@ class SupervisedProcess:
         serve: str,
         *,
         limit: int = 2**32 - 1,
-        longest_beat: float = math.inf,
+        max_heartbeat_seconds: float = math.inf,
         environment: dict[str, str] | None = None,
         folder: str = "",
     ) -> SupervisedProcess:
@@ -108,7 +108,7 @@ class SupervisedProcess:
         Args:
             serve: name of a `Serve` function.
             limit: maximum bytes of an answer.
-            longest_beat: maximum seconds of a heartbeat; without it, user code could announce a day and then hang.
+            max_heartbeat_seconds: limit of a heartbeat; without it, user code could announce a day and then hang.
             environment: environment variables to change.
             folder: a folder that is removed when the process ends in any way.
         """
@@ -128,7 +128,7 @@ class SupervisedProcess:
         guard.returncode = 0  # this class reaps it, not subprocess
         its_channel.close()
         its_control.close()
-        return cls(guard.pid, channel, control, tag, limit, longest_beat)
+        return cls(guard.pid, channel, control, tag, limit, max_heartbeat_seconds)
 
     def send(self, request: bytes, timeout: float) -> None:
         """Send a request.
@@ -173,7 +173,7 @@ class SupervisedProcess:
             if isinstance(message, bytes):
                 self._due = self._asked + self._timeout
                 return message
-            self._due = self._asked + min(message, self._longest_beat)
+            self._due = self._asked + min(message, self._max_heartbeat_seconds)
         raise self._ended
 
     @property

@@ -51,7 +51,7 @@ class Work(Generic[Answer]):
     """Returns the answer of a request whose process ended, from the reason and the seconds."""
     limit: int
     """Maximum bytes of an answer."""
-    longest_beat: float
+    max_heartbeat_seconds: float
     """Maximum seconds by which a heartbeat can extend a worker's deadline."""
 
 
@@ -240,7 +240,10 @@ class WorkerPool(Generic[Answer]):
         # 0: sets have the same order in all workers
         environment = {"PYTHONHASHSEED": "0", OMP_NUM_THREADS: str(threads)}
         worker = SupervisedProcess.spawn(
-            self._work.serve, limit=self._work.limit, longest_beat=self._work.longest_beat, environment=environment
+            self._work.serve,
+            limit=self._work.limit,
+            max_heartbeat_seconds=self._work.max_heartbeat_seconds,
+            environment=environment,
         )
         worker.send(pickle.dumps(self._work.begin(self.about)), self._startup_timeout)
         return worker

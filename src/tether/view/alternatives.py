@@ -7,7 +7,7 @@ closest to the weights that sampled the response, and computes them; the viewer 
 from __future__ import annotations
 
 from tether.types import JsonObject
-from tether.view.process import ask_process
+from tether.view.process import run_json_process
 from tether.view.queries import sample
 from tether.view.run import RunFolder
 
@@ -52,7 +52,7 @@ def compute_alternatives(request: JsonObject, step: int) -> JsonObject:
     Raises:
         ValueError: the checkpoint cannot be loaded, or loading exceeds the timeout.
     """
-    answer = ask_process("tether.commands.likely_tokens", request, request["model"])
+    answer = run_json_process("tether.commands.likely_tokens", request, request["model"])
     saved = request["checkpoint"]
     source = f"Recomputed from the checkpoint of step {saved}, at temperature {request['temperature']:g}"
     if saved != step - 1:

@@ -14,7 +14,7 @@ TIMEOUT = 900.0
 """Timeout in seconds for another process to load its inputs and answer."""
 
 
-def ask_process(module: str, request: JsonObject, about: str) -> Any:
+def run_json_process(module: str, request: JsonObject, about: str) -> Any:
     """Run a module that reads a request as JSON from stdin and writes its answer to stdout, and return the answer.
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tether.types import JsonObject
-from tether.view.process import ask_process
+from tether.view.process import run_json_process
 from tether.view.queries import RECORD_MORE, numbers
 from tether.view.run import RunFolder
 
@@ -33,7 +33,9 @@ class Rescoring:
         Raises:
             ValueError: the reward cannot be loaded or needs inputs that were not recorded, or the data are missing.
         """
-        answer = ask_process("tether.commands.rescore", self.request, self.reward) if self.rows else {"outcomes": []}
+        if not self.rows:
+            return []
+        answer = run_json_process("tether.commands.rescore", self.request, self.reward)
         if "error" in answer:
             raise ValueError(answer["error"])
         outcomes: list[JsonObject] = answer["outcomes"]

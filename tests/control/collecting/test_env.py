@@ -176,7 +176,7 @@ def test_a_mask_that_allows_nothing_is_named_unless_the_episode_ends_with_it(end
 
 def test_a_test_whose_episodes_never_end_can_be_stopped(monkeypatch):
     """A signal comes in step 5."""
-    monkeypatch.setattr(interrupt, "PATIENCE", 0.1)
+    monkeypatch.setattr(interrupt, "GRACE_SECONDS", 0.1)
     toys.register()
     env = make_vector_env(EnvOptions("tether/Countdown-v0", 2, max_episode_steps=10**9))
     calls = count()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.control.envs import toys
-from tether.control.envs.layers import CodedEnv
+from tether.control.envs.layers import ActionCodeEnv
 from tether.control.envs.make import EnvOptions, make_vector_env
 from tether.integrations.robots.action_bins import CENTERS, NUM_INDICES, ActionBins, check_bounds
 
@@ -46,7 +46,7 @@ def test_ranges_of_data():
 
 def test_environments_take_bins():
     toys.register()
-    env = CodedEnv(make_vector_env(EnvOptions("tether/Identity-box-v0", 3)), ActionBins((-1.0, -1.0), (1.0, 1.0)))
+    env = ActionCodeEnv(make_vector_env(EnvOptions("tether/Identity-box-v0", 3)), ActionBins((-1.0, -1.0), (1.0, 1.0)))
     assert env.actions.choices == (256, 256)
     target = env.reset(0)["state"].copy()
     step = env.step(ActionBins((-1.0, -1.0), (1.0, 1.0)).encode(target))

@@ -131,7 +131,7 @@ from tether.control.envs.make import EnvOptions, make_vector_env
 from tether.runtime import interrupt
 
 toys.register()
-interrupt.PATIENCE = 0.2
+interrupt.GRACE_SECONDS = 0.2
 options = EnvOptions(
     "tether/Hangs-v0", 4, vectorization="subprocess", num_workers=4, init_params={"where": "step", "helper": True}
 )

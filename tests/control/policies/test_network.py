@@ -10,7 +10,7 @@ from torch import nn
 
 from tether.control.policies.mlp_policy import WEIGHTS_FILE, load_policy, make_policy, save_policy
 from tether.control.policies.network_policy import Cnn, run_sequences, run_steps, uniform_lstm
-from tether.control.policies.networks import Choice, StateDependentHead
+from tether.control.policies.networks import ActionSampler, StateDependentHead
 from tether.control.policies.spec import FlatRow, Memory, Pictures, PolicySpec
 from tether.observations import ObsPart
 
@@ -275,14 +275,14 @@ def test_state_dependent_noise_by_hand():
     assert done.entropy.item() == pytest.approx(0.5 + 0.5 * math.log(2 * math.pi) + math.log(std))
     noise = np.array([[0.1, -0.2]], dtype=np.float32)
     # 0.5 + 3 * 0.1 * 1 + 4 * -0.2 * 2 = -0.8
-    assert Choice(head)(outputs.numpy(), noise).item() == pytest.approx(-0.8)
-    assert Choice(head)(outputs.numpy(), None).item() == 0.5
+    assert ActionSampler(head)(outputs.numpy(), noise).item() == pytest.approx(-0.8)
+    assert ActionSampler(head)(outputs.numpy(), None).item() == 0.5
 
 
 def test_state_dependent_samples_follow_their_distribution():
     head, generator = StateDependentHead(2, 5, -0.3, None), torch.Generator().manual_seed(0)
     outputs = torch.randn(1, 7, generator=generator)
-    drawn = Choice(head)(outputs.expand(100_000, 7).numpy(), head.noise((100_000,), generator).numpy())
+    drawn = ActionSampler(head)(outputs.expand(100_000, 7).numpy(), head.noise((100_000,), generator).numpy())
     variance = outputs[0, 2:].square().sum() * math.exp(-0.6)
     np.testing.assert_allclose(drawn.mean(0), outputs[0, :2].numpy(), atol=0.03)
     np.testing.assert_allclose(drawn.var(0), [float(variance)] * 2, rtol=0.02)

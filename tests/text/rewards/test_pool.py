@@ -364,7 +364,7 @@ from tether.runtime import interrupt
 from tether.text.rewards.custom import CustomReward
 from tether.text.rewards.outcome import RewardRequest
 from tether.text.rewards.service.pool import RewardPool
-interrupt.PATIENCE = 0.2
+interrupt.GRACE_SECONDS = 0.2
 with interrupt.graceful_interrupt(), RewardPool(CustomReward({str(HOSTILE)!r}), num_workers=1, timeout=600) as pool:
     pool.submit(0, RewardRequest("test", "hangs", "1", {{}}))
     print("waits", flush=True)

@@ -49,7 +49,7 @@ class ActionCode(Protocol):
         ...
 
 
-class CodedEnv:
+class ActionCodeEnv:
     """Makes environments with continuous actions accept a policy's encoded actions."""
 
     def __init__(self, env: VectorEnv, code: ActionCode) -> None:

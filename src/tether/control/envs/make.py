@@ -163,7 +163,7 @@ def _make(options: EnvOptions) -> VectorEnv:
 
 def _make_batch(options: EnvOptions) -> VectorEnv:
     """Make the environments of a user's function that are stepped in one batch, in JAX or with tensors."""
-    function, where = _own(options), _named(options)
+    function, where = _load_user_function(options), _named(options)
     if function is None:
         raise ValueError(
             f"{where}: {options.role}.env_type={options.env_type} takes a function, as FILE.py:NAME or "
@@ -174,7 +174,9 @@ def _make_batch(options: EnvOptions) -> VectorEnv:
     adapter = importlib.import_module(f"tether.control.envs.{'batched_simulation' if batched else 'jax_envs'}")
     with _constructor_timeout(options):
         arguments = _arguments(options) if batched else dict(options.init_params)
-        env: Any = _called(function, where, **({"num_envs": options.num_envs} if batched else {}), **arguments)
+        env: Any = _call_user_function(
+            function, where, **({"num_envs": options.num_envs} if batched else {}), **arguments
+        )
     if batched:
         return adapter.self_resetting(options.id, env, options.num_envs)
     return adapter.JaxVectorEnv(options.id, env, options.num_envs, options.max_episode_steps)
@@ -362,7 +364,7 @@ def _import_simulator(options: EnvOptions) -> None:
             load_env_creator(entry)
 
 
-def _own(options: EnvOptions) -> Callable[..., Any] | None:
+def _load_user_function(options: EnvOptions) -> Callable[..., Any] | None:
     """Import the user's file that an id names and return its function; None for a registered environment."""
     module, _, name = options.id.rpartition(":")
     if is_object(options.id):
@@ -403,7 +405,7 @@ _alive: WeakValueDictionary[int, object] = WeakValueDictionary()
 """Live environments made by user functions, by Python `id`."""
 
 
-def _new(function: Callable[..., object], where: str, /, **arguments: object) -> object:
+def _new_env(function: Callable[..., object], where: str, /, **arguments: object) -> object:
     """Call a user's function that makes an environment.
 
     Raises:
@@ -417,7 +419,7 @@ def _new(function: Callable[..., object], where: str, /, **arguments: object) ->
     return env
 
 
-def _called(function: Callable[..., object], where: str, /, **arguments: object) -> object:
+def _call_user_function(function: Callable[..., object], where: str, /, **arguments: object) -> object:
     """Call a user's function; whatever it raises becomes a ValueError."""
     try:
         return function(**arguments)
@@ -435,7 +437,7 @@ def _makes_vector_env(function: Callable[..., object]) -> bool:
 
 
 def _new_vector(function: Callable[..., object], where: str, /, **arguments: object) -> object:
-    env = _called(partial(_new, function, where), where, **arguments)
+    env = _call_user_function(partial(_new_env, function, where), where, **arguments)
     if not isinstance(env, gymnasium.vector.VectorEnv):
         raise ValueError(
             f"{where}: takes num_envs and gives {type(env).__name__}; expected a gymnasium.vector.VectorEnv. For a "
@@ -447,7 +449,11 @@ def _new_vector(function: Callable[..., object], where: str, /, **arguments: obj
 def _check_own(options: EnvOptions) -> None:
     """If the id names a user's function that makes single environments, check one environment by resetting it and
     taking one step."""
-    if options.env_type == "gymnasium" and (function := _own(options)) and not _makes_vector_env(function):
+    if (
+        options.env_type == "gymnasium"
+        and (function := _load_user_function(options))
+        and not _makes_vector_env(function)
+    ):
         with _constructor_timeout(options):
             _check_function(options, function)
 
@@ -459,7 +465,7 @@ def _named(options: EnvOptions) -> str:
 def _check_function(options: EnvOptions, function: Callable[..., object]) -> None:
     where, kwargs = _named(options), dict(options.init_params)
     try:
-        env = _new(function, where, **kwargs)
+        env = _new_env(function, where, **kwargs)
     except (Exception, SystemExit) as error:  # user code may raise anything
         call = f"a call with {kwargs or 'no arguments'} ({options.role}.init_params)"
         drawn = isinstance(error, TypeError) and "render_mode" in kwargs
@@ -653,7 +659,7 @@ def _arguments(options: EnvOptions) -> Info:
     """Return the keyword arguments of an environment's constructor."""
     arguments = dict(options.init_params)
     if options.env_type == "gymnasium":
-        if _own(options):
+        if _load_user_function(options):
             arguments = {name: value for name, value in arguments.items() if name not in GYMNASIUM_ARGUMENTS}
         for name in set(arguments) & GYMNASIUM_ARGUMENTS:
             key = f"{options.role}.init_params.{name}"
@@ -672,13 +678,13 @@ def _find(options: EnvOptions) -> EnvSpec:
     (``file.py:function``, or an object of this process) gets a new spec.
     """
     module, _, name = options.id.rpartition(":")
-    function = _own(options)
+    function = _load_user_function(options)
     hidden = {name: value for name, value in options.init_params.items() if name in GYMNASIUM_ARGUMENTS}
     if function is not None and _makes_vector_env(function):
         make_vector: Any = partial(_new_vector, function, _named(options), **hidden)
         return EnvSpec(name, vector_entry_point=make_vector)
     if function is not None:
-        make: Any = function if isinstance(function, type) else partial(_new, function, _named(options))
+        make: Any = function if isinstance(function, type) else partial(_new_env, function, _named(options))
         return EnvSpec(name, partial(make, **hidden) if hidden else make)
     module = module or next((module for beginning, module in MODULES.items() if name.startswith(beginning)), "")
     if module and not module.endswith(".py"):

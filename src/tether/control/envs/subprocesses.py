@@ -31,7 +31,7 @@ from tether.types import StateDict
 MakeVector = Callable[[int], SyncVectorEnv]
 """Makes a loop over a number of environments."""
 
-PATIENCE = 1.0
+MAX_POLL_SECONDS = 1.0
 """Seconds without an answer after which `WorkerVectorEnv` waits for a single process, with its deadline."""
 CLOSE_TIMEOUT = 5.0
 """Maximum seconds for the worker processes to end when the environments are closed."""
@@ -147,9 +147,9 @@ class WorkerVectorEnv:
             for descriptor in self._workers[group].process.descriptors:
                 owners[descriptor] = group
                 poll.register(descriptor, select.POLLIN)
-        wait = 0.0 if done else min(seconds, PATIENCE)
+        wait = 0.0 if done else min(seconds, MAX_POLL_SECONDS)
         done |= {owners[descriptor] for descriptor, _ in poll.poll(int(1000 * wait))}
-        if not done and seconds > PATIENCE:
+        if not done and seconds > MAX_POLL_SECONDS:
             done = {next(iter(stepping))}  # `receive` checks the deadline of the process, and signals
         answers = [(group, self._result(group)) for group in sorted(done)]
         return [(group, self._stepped(group, answer)) for group, answer in answers]

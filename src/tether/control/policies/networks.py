@@ -261,7 +261,7 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class ActionEvaluation:
     """Log-probabilities and entropies of actions under a head."""
 
     log_probs: Tensor
@@ -318,7 +318,7 @@ class CategoricalHead(nn.Module):
         """Return Gumbel noise [*shape, outputs]: the argmax of logits + noise is a sample of their softmax."""
         return torch.empty(*shape, self.outputs).exponential_(generator=generator).log_().neg_()
 
-    def evaluate(self, logits: Tensor, actions: Tensor) -> Evaluated:
+    def evaluate(self, logits: Tensor, actions: Tensor) -> ActionEvaluation:
         """Return log-probabilities and entropies, [..., width] each, of actions [..., width] under logits [...,
         outputs]."""
         if self.width == 1:
@@ -328,9 +328,9 @@ class CategoricalHead(nn.Module):
             by_choice = [_log_softmax(x) for x in logits.split(self.choices, dim=-1)]
             everything = torch.cat(by_choice, dim=-1)
             entropy = torch.cat([-(x.exp() * x).sum(dim=-1, keepdim=True) for x in by_choice], dim=-1)
-        return Evaluated(everything.gather(-1, self._chosen(actions)), entropy, everything)
+        return ActionEvaluation(everything.gather(-1, self._chosen(actions)), entropy, everything)
 
-    def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
+    def backward(self, done: ActionEvaluation, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
         """Return the gradient of the logits, [B, outputs].
 
         d log p_a / d logits = onehot(a) - p, and dH / d logits = -p (log p + H).
@@ -372,14 +372,14 @@ class GaussianHead(nn.Module):
         """Return standard normal noise [*shape, width]: mean + std * noise is a sample."""
         return torch.randn(*shape, self.width, generator=generator)
 
-    def evaluate(self, mean: Tensor, actions: Tensor) -> Evaluated:
+    def evaluate(self, mean: Tensor, actions: Tensor) -> ActionEvaluation:
         """Return log-probabilities and entropies, [..., width] each, of actions [..., width] under means [...,
         width]."""
         scaled = (actions - mean) * torch.exp(-self.logstd)
         log_probs = -0.5 * scaled.square() - (self.logstd + HALF_LOG_2PI)
-        return Evaluated(log_probs, (self.logstd + (0.5 + HALF_LOG_2PI)).expand_as(log_probs), scaled)
+        return ActionEvaluation(log_probs, (self.logstd + (0.5 + HALF_LOG_2PI)).expand_as(log_probs), scaled)
 
-    def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
+    def backward(self, done: ActionEvaluation, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
         """Return the gradient of the mean, [B, width], and store that of ``logstd`` in its ``grad``.
 
         With z = (a - mean) / std: d log p / d mean = z / std, d log p / d logstd = z^2 - 1 and dH / d logstd = 1.
@@ -430,7 +430,7 @@ class StateDependentHead(nn.Module):
             return drawn.expand(*shape, size)
         return drawn.repeat_interleave(hold, dim=-3)[..., :decisions, :, :]
 
-    def evaluate(self, outputs: Tensor, actions: Tensor) -> Evaluated:
+    def evaluate(self, outputs: Tensor, actions: Tensor) -> ActionEvaluation:
         """Return log-probabilities and entropies, [..., D] each, of actions [..., D] under outputs [..., D + H]."""
         mean, features = outputs.split([self.width, self.outputs - self.width], dim=-1)
         squares = features.detach().square()
@@ -438,9 +438,11 @@ class StateDependentHead(nn.Module):
         logstd = 0.5 * variance.log()
         scaled = (actions - mean) * torch.exp(-logstd)
         log_probs = -0.5 * scaled.square() - (logstd + HALF_LOG_2PI)
-        return Evaluated(log_probs, logstd + (0.5 + HALF_LOG_2PI), torch.cat([scaled, variance, squares], dim=-1))
+        return ActionEvaluation(
+            log_probs, logstd + (0.5 + HALF_LOG_2PI), torch.cat([scaled, variance, squares], dim=-1)
+        )
 
-    def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
+    def backward(self, done: ActionEvaluation, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
         """Return the gradient of means and features, [B, D + H] (0 for features), and store that of ``logstd`` in its
         ``grad``.
 
@@ -471,16 +473,16 @@ class MixedHead(nn.Module):
         """Return the concatenated noise [*shape, outputs] of both heads."""
         return torch.cat([head.noise(shape, generator) for head in (self.chosen, self.numbers)], dim=-1)
 
-    def evaluate(self, outputs: Tensor, actions: Tensor) -> Evaluated:
+    def evaluate(self, outputs: Tensor, actions: Tensor) -> ActionEvaluation:
         """Return log-probabilities and entropies, [..., width] each, of actions [..., width] under outputs [...,
         outputs]."""
         logits, means = self._split(outputs, self.chosen.outputs)
         chosen, numbers = self._split(actions, self.chosen.width)
         both = self.chosen.evaluate(logits, chosen.long()), self.numbers.evaluate(means, numbers)
         columns = zip(*((one.log_probs, one.entropy, one.saved) for one in both), strict=True)
-        return Evaluated(*(torch.cat(values, dim=-1) for values in columns))
+        return ActionEvaluation(*(torch.cat(values, dim=-1) for values in columns))
 
-    def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
+    def backward(self, done: ActionEvaluation, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
         """Return the gradient of the outputs, [B, outputs]; arguments as for `CategoricalHead.backward`."""
         saved = self._split(done.saved, self.chosen.outputs)
         by_head = zip(
@@ -492,7 +494,7 @@ class MixedHead(nn.Module):
         )
         heads: tuple[CategoricalHead | GaussianHead, ...] = (self.chosen, self.numbers)
         grads = [
-            head.backward(Evaluated(log_probs, entropy, saved_values), each.to(dtype), by_log_prob, by_entropy)
+            head.backward(ActionEvaluation(log_probs, entropy, saved_values), each.to(dtype), by_log_prob, by_entropy)
             for head, saved_values, dtype, (log_probs, entropy, each, by_log_prob, by_entropy) in zip(
                 heads, saved, (torch.int64, actions.dtype), by_head, strict=True
             )
@@ -520,16 +522,16 @@ Forward = Callable[[FloatArray, FloatArray], tuple[FloatArray, FloatArray]]
 """(normalised rows [N, O], states [N, S]) -> outputs [N, outputs] of the head before masks, next states."""
 
 
-class Choice:
+class ActionSampler:
     """Chooses actions from a head's outputs, with the head's weights at construction."""
 
     def __init__(self, head: Head) -> None:
-        self._mixed: tuple[Choice, Choice, int] | None = None
+        self._mixed: tuple[ActionSampler, ActionSampler, int] | None = None
         self._means = head.width if isinstance(head, StateDependentHead) else None
         self._choices: tuple[int, ...] | None = None
         self._std: FloatArray | None = None
         if isinstance(head, MixedHead):
-            self._mixed = Choice(head.chosen), Choice(head.numbers), head.chosen.outputs
+            self._mixed = ActionSampler(head.chosen), ActionSampler(head.numbers), head.chosen.outputs
         elif isinstance(head, CategoricalHead):
             self._choices = head.choices
         else:
@@ -566,7 +568,7 @@ class Actor:
     def __init__(self, policy: ControlPolicy | NetworkPolicy) -> None:
         self._policy, self._row, self._forward = policy, policy.row, policy.in_numpy()
         self._normalize = None if policy.normalizer is None else policy.normalizer.in_numpy()
-        self._choose = Choice(policy.head)
+        self._choose = ActionSampler(policy.head)
         self._has_mask = policy.spec.has_mask
 
     def arrays(self) -> PolicyArrays | None:
@@ -611,7 +613,7 @@ class NetworkActor:
 
     def __init__(self, policy: ControlPolicy | NetworkPolicy) -> None:
         self._policy, self._device = policy, device_of(policy)
-        self._choose = Choice(policy.head)
+        self._choose = ActionSampler(policy.head)
 
     def __call__(self, obs: Observation, noise: FloatArray | None, state: FloatArray) -> tuple[Array, FloatArray]:
         inputs = self._policy.inputs(as_tensors(obs, self._device))

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from tether.control.policies.memoryless_policy import MemorylessPolicy
-from tether.control.policies.networks import HALF_LOG_2PI, Evaluated, device_of
+from tether.control.policies.networks import HALF_LOG_2PI, ActionEvaluation, device_of
 from tether.control.policies.spec import NUMBERS, PICTURE, FlatRow, ObservationBatch, Observations, Pictures
 from tether.integrations.robots.chain_actions import ChainActions
 from tether.integrations.robots.flow import backbone as backbones
@@ -60,12 +60,12 @@ class ChainHead(nn.Module):
         normal = torch.randn(*shape, (1 + steps) * spec.latents, generator=generator)
         return torch.cat([torch.rand(*shape, 1, generator=generator), normal], dim=-1)
 
-    def evaluate(self, outputs: Tensor, actions: Tensor) -> Evaluated:
+    def evaluate(self, outputs: Tensor, actions: Tensor) -> ActionEvaluation:
         """Return log-probabilities and entropies, [..., K * D] each, from outputs [..., 2 * K * D]."""
         log_probs, entropy = outputs.split(self.width, dim=-1)
-        return Evaluated(log_probs, entropy, outputs)
+        return ActionEvaluation(log_probs, entropy, outputs)
 
-    def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
+    def backward(self, done: ActionEvaluation, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
         """Return the gradient of the outputs, [B, 2 * K * D]; arguments as for `CategoricalHead.backward`."""
         shape = done.log_probs.shape
         return torch.cat([log_prob_grad.expand(shape), entropy_grad.expand(shape)], dim=1)

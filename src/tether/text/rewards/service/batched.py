@@ -42,7 +42,7 @@ class BatchedRewards(Rewards):
             load=lambda answer: [load_answer(one.encode()) for one in json.loads(answer)],
             failed=lambda reason, seconds: [(RewardError(reason), seconds)],
             limit=8 * MAX_ANSWER,
-            longest_beat=timeout,
+            max_heartbeat_seconds=timeout,
         )
         self._pool = WorkerPool(work, num_workers=1, timeout=timeout, startup_timeout=startup_timeout)
         self._requests: dict[int, RewardRequest] = {}

@@ -54,7 +54,7 @@ class RewardPool(WorkerPool[tuple[RewardOutcome, float]], Rewards):
             load=load_answer,
             failed=lambda reason, seconds: (RewardError(reason), seconds),
             limit=MAX_ANSWER,
-            longest_beat=timeout if custom else max(timeout, LOADING_SECONDS, programs.deadline),
+            max_heartbeat_seconds=timeout if custom else max(timeout, LOADING_SECONDS, programs.deadline),
         )
         super().__init__(work, num_workers=num_workers, timeout=timeout, startup_timeout=startup_timeout)
 

@@ -77,7 +77,7 @@ class ProgramPool(WorkerPool[EpisodeResult]):
             load=_load,
             failed=lambda reason, _: EpisodeResult(error=reason),
             limit=MAX_ANSWER,
-            longest_beat=timeout,
+            max_heartbeat_seconds=timeout,
         )
         super().__init__(work, num_workers=num_workers, timeout=timeout, startup_timeout=STARTUP_SECONDS)
 
@@ -155,7 +155,7 @@ def _command(program: str) -> Callable[[EpisodeTask], EpisodeResult]:
                 return EpisodeResult(error=f"the program cannot be started: {error}")
         output, errors = _Tail(process.stdout), _Tail(process.stderr)
         code = process.wait()
-        end_descendants(os.getppid(), spared=(os.getpid(),))  # processes that the program left running
+        end_descendants(os.getppid(), excluded=(os.getpid(),))  # processes that the program left running
         if code:
             return EpisodeResult(error=f"the program ended with exit code {code}: {errors.last_line()}")
         try:

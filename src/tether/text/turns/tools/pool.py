@@ -84,7 +84,7 @@ class ToolPool(WorkerPool[Reply]):
             load=_load,
             failed=lambda reason, _: Reply(error=reason),
             limit=MAX_ANSWER,
-            longest_beat=timeout,
+            max_heartbeat_seconds=timeout,
         )
         super().__init__(work, num_workers=num_workers, timeout=timeout, startup_timeout=startup_timeout)
 
