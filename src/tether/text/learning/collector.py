@@ -92,13 +92,18 @@ class Collector:
         total = len(prompts) * sampling.n
         requests: dict[int, RewardRequest] = {}
         texts: dict[int, str] = {}
-        finished_tokens = 0
+        finished_tokens = shown = 0
         episodes = self.conversations.begin(prompts, sampling.n) if self.conversations else None
 
-        def tell(progress: RolloutProgress) -> None:
+        def show(done: float) -> None:
+            nonlocal shown
+            shown = max(shown, min(int(done), total))  # an unfinished response may end early or late: never count down
             if on_progress:
-                begun = max(progress.tokens - finished_tokens, 0) / sampling.max_new_tokens
-                on_progress(min(int(progress.finished + begun), total), total)
+                on_progress(shown, total)
+
+        def tell(progress: RolloutProgress) -> None:
+            unfinished_tokens = max(progress.tokens - finished_tokens, 0)
+            show(progress.finished + unfinished_tokens / sampling.max_new_tokens)
 
         def submit(response: FinishedResponse) -> None:
             nonlocal finished_tokens
@@ -112,8 +117,7 @@ class Collector:
             requests[row] = RewardRequest(prompt.data_source, solution, prompt.ground_truth, extra, dialogue)
             if episodes is None or episodes.needs_reward(row):
                 self.rewards.submit(row, requests[row])
-            if on_progress:
-                on_progress(len(requests), total)
+            show(len(requests))
 
         ids = [prompt.token_ids for prompt in prompts]
         rollout = self.engine.generate(ids, sampling, key, on_finished=submit, on_progress=tell, responder=episodes)
