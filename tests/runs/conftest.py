@@ -9,7 +9,7 @@ from tests.made_once import made_once
 from tests.runs.golden import Golden, train_golden
 from tests.runs.loops import Control, Loop, Text
 from tests.runs.tiny_run import LIGHT, REWARD, base_overrides, reward_function, write_inputs
-from tether.runtime.objects import holding
+from tether.runtime.objects import register_objects
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,7 @@ def base(inputs: Path, tmp_path: Path) -> list[str]:
 @pytest.fixture(scope="session", autouse=True)
 def _reward_of_this_process() -> Iterator[None]:
     """What ``object:letters`` stands for, which `LIGHT` names: the function of reward.py."""
-    with holding({"letters": reward_function(REWARD)}):
+    with register_objects({"letters": reward_function(REWARD)}):
         yield
 
 

@@ -33,7 +33,7 @@ from tether.loop.alarms import (
     Alarms,
     EvaluationHistory,
 )
-from tether.runtime.objects import holding
+from tether.runtime.objects import register_objects
 
 EXPLAINED = "critic/vf_explained_var"
 
@@ -89,7 +89,10 @@ def test_a_run_whose_responses_score_alike_tells_that_weight_decay_acts(inputs: 
     ]
     for decay, expected in ((0.02, ["optim.weight_decay=0.02 shrinks"]), (0.0, [])):
         said: list[str] = []
-        with holding({"alike": lambda **_: 1.0}), built([*overrides, f"{ACTOR}.optim.weight_decay={decay}"]) as run:
+        with (
+            register_objects({"alike": lambda **_: 1.0}),
+            built([*overrides, f"{ACTOR}.optim.weight_decay={decay}"]) as run,
+        ):
             run.trainer.loggers.warn = said.append
             run.trainer.fit()
         assert len(said) == len(expected), said
@@ -543,7 +546,7 @@ def test_runs_of_today_are_warned_about(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def _worthless() -> Iterator[None]:
-    with holding({"worthless": lambda **row: 0.0}):
+    with register_objects({"worthless": lambda **row: 0.0}):
         yield
 
 

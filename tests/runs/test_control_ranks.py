@@ -17,7 +17,7 @@ from tether.commands.train import train
 from tether.config import load_config
 from tether.control.build import build_control_run
 from tether.distributed import groups
-from tether.runtime.objects import holding
+from tether.runtime.objects import register_objects
 
 DEVICES = "trainer.n_gpus_per_node"
 COMMON = [
@@ -153,7 +153,7 @@ def test_an_object_of_this_process_is_refused(tmp_path: Path) -> None:
     where = [f"{DEVICES}=2", f"trainer.default_local_dir={tmp_path}", "trainer.total_training_steps=1"]
     loaded = load_config(None, [*COMMON, "env.train.id=object:env", "env.train.vectorization=sync", *where])
     with (
-        holding({"env": partial(gymnasium.make, "CartPole-v1")}),
+        register_objects({"env": partial(gymnasium.make, "CartPole-v1")}),
         pytest.raises(ValueError, match=r"^env\.train\.id: an object of this process"),
     ):
         build_control_run(loaded)

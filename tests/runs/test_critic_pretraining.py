@@ -19,7 +19,7 @@ from tether.commands.cli import main
 from tether.loop.parts import RolloutCorrection
 from tether.metrics.loggers import LogFailed
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.runtime.objects import holding
+from tether.runtime.objects import register_objects
 from tether.text.learning.collector import ScoredResponses
 from tether.text.learning.critic_pretraining import split_by_prompt, value_batch
 from tether.text.learning.rollout_files import RolloutFiles, StoredResponse, read_rollouts
@@ -43,7 +43,7 @@ def stored(inputs: Path, tmp_path_factory) -> Iterator[Path]:
     for number, row in enumerate(prompts):
         row["reward_model"] = {"style": "rule", "ground_truth": str(number % 2)}
     write_jsonl(folder / "train.jsonl", prompts)
-    with holding({"letters": by_truth}):
+    with register_objects({"letters": by_truth}):
         train([*by_prompt(inputs, folder, folder / "run"), f"trainer.rollout_data_dir={folder / 'rollouts'}"])
         yield folder / "rollouts"
 

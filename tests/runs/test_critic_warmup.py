@@ -7,7 +7,7 @@ import pytest
 from tests.runs.steps import stepped
 from tests.runs.tiny_run import GAE, LIGHT
 from tether.loop.parts import CriticWarmup
-from tether.runtime.objects import holding
+from tether.runtime.objects import register_objects
 
 
 def by_prompt(data_source, solution_str, ground_truth, extra_info=None):
@@ -56,7 +56,7 @@ def test_the_policy_waits_for_the_critic(base: list[str]) -> None:
         "critic.ppo_epochs=4",
         "trainer.total_training_steps=6",
     ]
-    with holding({"letters": by_prompt}):
+    with register_objects({"letters": by_prompt}):
         metrics = stepped([*base, *GAE, *LIGHT, *settings], 6).metrics
     waiting = ["actor/pg_loss" not in found for found in metrics]
     first = waiting.index(False)

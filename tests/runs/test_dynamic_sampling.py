@@ -12,7 +12,7 @@ from tests.runs.steps import first_step
 from tests.runs.tiny_run import GRPO, LIGHT, base_overrides, measured, same, train
 from tether.batch import Prompt, RolloutBatch
 from tether.metrics.keys import describe
-from tether.runtime.objects import holding
+from tether.runtime.objects import register_objects
 from tether.text.data.prompts import PromptSampler
 from tether.text.learning.collector import ScoredResponses
 from tether.text.learning.dynamic_sampling import DynamicSampling, NothingToLearn
@@ -162,7 +162,7 @@ SETTINGS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _varied() -> Iterator[None]:
-    with holding({"varied": varied}):
+    with register_objects({"varied": varied}):
         yield
 
 

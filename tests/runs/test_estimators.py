@@ -15,7 +15,7 @@ from tether.algorithms import ADVANTAGE_ESTIMATORS, length_adaptive_lambda, need
 from tether.config.keys import keys
 from tether.config.schema.algorithm import COMPARES_RESPONSES
 from tether.metrics.keys import describe
-from tether.runtime.objects import holding
+from tether.runtime.objects import register_objects
 
 REWARD = '''
 """Likes letters; has no verdict on responses whose length leaves 2 when divided by 4."""
@@ -77,7 +77,7 @@ Runs = Callable[[str], Stepped]
 @pytest.fixture(scope="module")
 def runs(inputs: Path, tmp_path_factory) -> Iterator[Runs]:
     """Return a function from the name of an estimator to its first step, done once; of GAE to two steps."""
-    with holding({"abstains": reward_function(REWARD)}):
+    with register_objects({"abstains": reward_function(REWARD)}):
         yield cache(
             lambda name: stepped(overrides_of(name, inputs, tmp_path_factory.mktemp(name)), 2 if name == "gae" else 1)
         )

@@ -25,7 +25,7 @@ from tether.metrics.loggers import Loggers
 from tether.metrics.loggers.jsonl import read_samples
 from tether.metrics.loggers.protocol import LogFailed, Sample
 from tether.runtime import interrupt
-from tether.runtime.objects import holding
+from tether.runtime.objects import register_objects
 from tether.runtime.run_lock import RunFolderBusy
 from tether.text.build import build_run
 from tether.text.rewards.outcome import RewardFailure
@@ -56,7 +56,7 @@ def test_an_overflow_ends_no_run_and_replays(cause: str, base: list[str]) -> Non
     """With gradient checkpointing, as by default."""
     reward = "letters" if cause == "learning rate" else "too_large"
     settings = [f"custom_reward_function.path=object:{reward}", "trainer.total_training_steps=2"]
-    with holding({"too_large": too_large}):
+    with register_objects({"too_large": too_large}):
         folder = train([*base, *OVERFLOWS[cause], *settings])
     metrics = measured(folder)
     assert list(metrics) == [1, 2]
@@ -222,7 +222,7 @@ def test_a_failing_reward_costs_no_step(base: list[str], tmp_path: Path, caplog:
         "trainer.save_freq=3", "trainer.test_freq=1", "actor_rollout_ref.rollout.n=1",
     ]  # fmt: skip
     folder = tmp_path / "run"
-    with holding({"flaky": flaky}):
+    with register_objects({"flaky": flaky}):
         whole = train([*settings, f"trainer.default_local_dir={tmp_path / 'whole'}"])
         for source, saved in (("tiny/sums", 1), ("tiny/other", 2)):
             run = build_run(load_config(None, settings))
@@ -425,7 +425,7 @@ def test_a_configuration_with_secrets_is_for_its_owner_alone(base: list[str], go
     """That of the golden run has none, and may be read by all."""
     settings = [*base, *GRPO, *LIGHT, "trainer.total_training_steps=1", "trainer.save_freq=1"]
     judged = ["custom_reward_function.path=object:judged", "custom_reward_function.reward_kwargs.api_key=sk-123"]
-    with holding({"judged": lambda api_key, **row: 0.5}):
+    with register_objects({"judged": lambda api_key, **row: 0.5}):
         folder = train([*settings, *judged])
     file = folder / "global_step_1" / "run.yaml"
     assert "sk-123" in file.read_text()

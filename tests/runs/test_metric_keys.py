@@ -10,7 +10,7 @@ from tests.runs.tiny_run import GAE, GRPO, LIGHT, base_overrides, train
 from tether.config import load_config
 from tether.metrics.keys import METRICS, MetricInfo, describe
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.runtime.objects import holding
+from tether.runtime.objects import register_objects
 
 CORRECTION = "algorithm.rollout_correction"
 LOSS = "actor_rollout_ref.actor.policy_loss"
@@ -67,7 +67,7 @@ def logged(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         f"trainer.rollout_data_dir={folder / 'samples'}",
     ]
     found: set[str] = set()
-    with holding({"letters": compute_score}):
+    with register_objects({"letters": compute_score}):
         for name, algorithm in RUNS.items():
             often = int(name == "gae")  # what a validation and a checkpoint log is the same in all
             schedule = [f"trainer.test_freq={often or -1}", f"trainer.save_freq={often}"]

@@ -11,7 +11,7 @@ from tests.runs.tiny_run import GRPO, LIGHT, base_overrides, without_clocks
 from tether.config import load_config
 from tether.loop.alarms import ALARM
 from tether.loop.loop import OldLogProbs
-from tether.runtime.objects import holding
+from tether.runtime.objects import register_objects
 from tether.text.learning.off_policy import old_log_probs_from
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
@@ -91,7 +91,7 @@ def test_the_sampler_is_still_compared_with_the_policy(inputs: Path, tmp_path: P
 
 
 def test_a_step_without_a_scored_response_compares_nothing(inputs: Path, tmp_path: Path) -> None:
-    with holding({"letters": lambda **_: None}):
+    with register_objects({"letters": lambda **_: None}):
         metrics = first_step([*base_overrides(inputs, tmp_path), *ONE_UPDATE])
     assert metrics["training/global_step"] == 1
     assert ALARM not in metrics

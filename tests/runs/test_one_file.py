@@ -12,7 +12,7 @@ from tests.runs.tiny_run import rows, same, write_inputs, write_jsonl
 from tether.config import load_config
 from tether.control.build import build_control_run
 from tether.control.policies.mlp_policy import load_policy
-from tether.runtime.objects import holding
+from tether.runtime.objects import register_objects
 from tether.text.build import build_run
 from tether.text.models.load import load_causal_lm, load_tokenizer
 from tether.text.models.model_path import resolve_model_path
@@ -134,7 +134,7 @@ def test_ppo_makes_the_weights_of_the_trainer(changes, tmp_path):
         weight_decay=0.05,
         max_grad_norm=0.5,
     )
-    with holding({"letters": share_of_letters}):
+    with register_objects({"letters": share_of_letters}):
         run = build_run(load_config(None, equivalent(args, tmp_path / "run")))
     try:
         run.trainer.fit()

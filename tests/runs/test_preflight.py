@@ -15,7 +15,7 @@ from tests.runs.tiny_run import GAE, LIGHT, held_out, set_eos
 from tests.runs.turn_run import ID, ROLLOUT, turn_overrides, write_turn_inputs
 from tests.tiny import EOS_ID, PAD_ID, tiny_tokenizer
 from tether.loop.preflight import Preflight
-from tether.runtime.objects import holding
+from tether.runtime.objects import register_objects
 from tether.text.rewards.outcome import RewardFailure
 
 
@@ -40,7 +40,7 @@ def with_model(inputs: Path, folder: Path, change: Callable[[Path], None]) -> li
 
 @pytest.fixture(scope="module", autouse=True)
 def _same_for_all() -> Iterator[None]:
-    with holding({"half": lambda **_: 0.5, "none": lambda **_: None}):
+    with register_objects({"half": lambda **_: 0.5, "none": lambda **_: None}):
         yield
 
 
@@ -193,7 +193,7 @@ def test_a_reward_that_cannot_run_beside_training_is_refused(base: list[str]):
         return 0.5
 
     ahead = [*base, *GAE, *LIGHT, *with_reward("signals"), "trainer.async_mode=one_step_off"]
-    with holding({"signals": reward}), pytest.raises(RewardFailure, match="put the function into a file"):
+    with register_objects({"signals": reward}), pytest.raises(RewardFailure, match="put the function into a file"):
         look(ahead)
 
 

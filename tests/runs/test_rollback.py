@@ -19,12 +19,12 @@ from tether.commands.train import train
 from tether.config import load_config
 from tether.loop.alarms import SAME_REPLY_STEPS, Alarms
 from tether.loop.parts import Rollbacks
-from tether.runtime.objects import holding
+from tether.runtime.objects import register_objects
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _variety() -> Iterator[None]:
-    with holding({"variety": lambda solution_str, **row: len(set(solution_str)) / max(len(solution_str), 1)}):
+    with register_objects({"variety": lambda solution_str, **row: len(set(solution_str)) / max(len(solution_str), 1)}):
         yield
 
 

@@ -28,7 +28,7 @@ from tether.checkpoints.store import CheckpointStore
 from tether.loop.loop import Trainer
 from tether.metrics.keys import describe
 from tether.metrics.loggers.jsonl import read_metrics, read_samples
-from tether.runtime.objects import holding
+from tether.runtime.objects import register_objects
 from tether.text.sampling.protocol import NoiseKey
 
 OVERRIDDEN = [
@@ -198,7 +198,7 @@ def test_the_adapters_alone_move_and_their_absence_is_the_reference(finished: Fi
 
 
 def test_rows_without_a_score_teach_nothing(base: list[str], inputs: Path):
-    with holding({"letters": lambda **_: None}):
+    with register_objects({"letters": lambda **_: None}):
         found = stepped([*base, *GAE, *LIGHT], 2)
     first, second = found.metrics
     assert second["reward/abstain_rate"] == 1

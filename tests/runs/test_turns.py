@@ -15,7 +15,7 @@ from tests.runs.turn_run import CALL, ID, REWARD, ROLLOUT, turn_overrides, write
 from tests.text.servers.stand_in import environment
 from tether.commands.reward import check_reward
 from tether.config import ConfigError, load_config
-from tether.runtime.objects import holding
+from tether.runtime.objects import register_objects
 from tether.text.build import build_run
 from tether.text.data.location import PACKAGES
 from tether.text.input_checks import missing_inputs
@@ -32,7 +32,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _reward() -> Iterator[None]:
-    with holding({"asked": reward_function(REWARD)}):
+    with register_objects({"asked": reward_function(REWARD)}):
         yield
 
 

@@ -17,7 +17,7 @@ from tether.control.envs.make import EnvOptions, make_vector_env  # noqa: E402
 from tether.control.policies.mlp_policy import make_policy  # noqa: E402
 from tether.control.policies.networks import NetworkActor  # noqa: E402
 from tether.control.policies.spec import PolicySpec  # noqa: E402
-from tether.runtime.objects import holding  # noqa: E402
+from tether.runtime.objects import register_objects  # noqa: E402
 
 SPACES = gymnasium.spaces.Box(-100, 100, (2,), np.float32), gymnasium.spaces.Box(-1, 1, (1,), np.float32)
 
@@ -158,7 +158,7 @@ def changed(**changes: Callable[[Any], Any]) -> dict[str, Any]:
 
 def stepped(**options: Any) -> list[Any]:
     """Three steps of two robots with the action 2, which is cut to 1."""
-    with holding({"env": lambda num_envs: Robots(num_envs, **options)}):
+    with register_objects({"env": lambda num_envs: Robots(num_envs, **options)}):
         env = make_vector_env(EnvOptions("object:env", 2, env_type="tensors"))
         env.reset(1)
         return [env.step(np.full((2, 1), 2.0, np.float32)) for _ in range(3)]
@@ -210,7 +210,7 @@ def test_what_is_no_simulation_is_refused(options: dict[str, Any], error: str) -
     ],
 )
 def test_what_is_neither_is_refused(made: Any, error: str) -> None:
-    with holding({"env": lambda num_envs: made}), pytest.raises(ValueError, match=error):
+    with register_objects({"env": lambda num_envs: made}), pytest.raises(ValueError, match=error):
         make_vector_env(EnvOptions("object:env", 2, env_type="tensors"))
 
 
@@ -220,7 +220,10 @@ def test_a_mask_of_tensors_that_nobody_reads_is_refused() -> None:
             obs, _ = super().reset(**options)
             return obs, {"action_mask": torch.ones(2, 1)}
 
-    with holding({"env": lambda num_envs: Masked(num_envs)}), pytest.raises(ValueError, match="of a Dict observation"):
+    with (
+        register_objects({"env": lambda num_envs: Masked(num_envs)}),
+        pytest.raises(ValueError, match="of a Dict observation"),
+    ):
         make_vector_env(EnvOptions("object:env", 2, env_type="tensors")).reset(1)
 
 
@@ -278,7 +281,10 @@ def test_buffers_of_a_native_puffer_env(tmp_path: Path) -> None:
     assert run.metrics[-1]["env/episode_len"] == 3
     assert run.metrics[-1]["perf/env_steps"] == 2 * 16 * 4 - 8  # one agent leaves every fourth step out
     options = EnvOptions("object:env", 3, env_type="tensors")
-    with holding({"env": lambda num_envs: Robots(2)}), pytest.raises(ValueError, match="has 2 environments, not the 3"):
+    with (
+        register_objects({"env": lambda num_envs: Robots(2)}),
+        pytest.raises(ValueError, match="has 2 environments, not the 3"),
+    ):
         make_vector_env(options)
 
 

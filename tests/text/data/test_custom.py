@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.text.data.conftest import record, write_jsonl
 from tether.config import load_config
-from tether.runtime.objects import PREFIX, holding
+from tether.runtime.objects import PREFIX, register_objects
 from tether.text.data.custom import load_custom_dataset, rows_of_object
 from tether.text.data.prompts import PromptDataset, PromptOptions
 from tether.text.data.rows import SINGLE_TURN, Rows
@@ -104,7 +104,7 @@ def test_rows_that_may_have_been_read_from_columns_are_marked(module: Path, toke
     import datasets
 
     for dataset, marked in (([record()], False), (datasets.Dataset.from_list([record()]), True)):
-        with holding({"data": dataset}):
+        with register_objects({"data": dataset}):
             assert rows_of_object(f"{PREFIX}data")[0].from_columns == marked
 
 
@@ -150,7 +150,7 @@ def test_keys_of_the_data_section_name_the_columns_of_objects_too(
         }  # fmt: skip
         usual = ["data.train_files=unused", "algorithm.adv_estimator=grpo", "actor_rollout_ref.model.path=unused"]
         config = load_config(None, [*usual, "custom_reward_function.path=unused.py", *own, *more]).config
-        with holding({"dataset": objects[kind]()}):
+        with register_objects({"dataset": objects[kind]()}):
             return build_dataset(config.data, SINGLE_TURN, tokenizer, files, -1, shuffle=False)
 
     recognised = read(GSM8K)
@@ -177,7 +177,7 @@ def test_objects_that_are_no_rows() -> None:
         ({"train": [record()]}, r"data: a dict is no sequence of rows; .*Dataset \(data\['train'\]\)"),
         (mixed, r"data: a DataFrame that cannot be read as a table .*to_dict\('records'\)"),
     ):
-        with holding({"data": dataset}), pytest.raises(ValueError, match=says):
+        with register_objects({"data": dataset}), pytest.raises(ValueError, match=says):
             rows_of_object(f"{PREFIX}data")
 
 

@@ -117,7 +117,7 @@ def test_the_kl_over_the_vocabulary_is_to_the_teacher_of_the_row(packed: bool, t
     of_prompt = batch.uid.unique(return_inverse=True)[1] % 2
     for teacher in (of_prompt, 1 - of_prompt, torch.ones_like(of_prompt)):
         batch.teacher = teacher
-        found = forward(policy, batch, ReferenceModel(teachers[0], further=(teachers[1],))).full_kl
+        found = forward(policy, batch, ReferenceModel(teachers[0], other_models=(teachers[1],))).full_kl
         expected = torch.where(teacher[:, None] == 0, *alone)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         gradients = [torch.autograd.grad(kl.sum(), weights, retain_graph=True) for kl in (found, expected)]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2_5_VLConfig, T5Config
 
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
-from tether.runtime.objects import holding
+from tether.runtime.objects import register_objects
 from tether.text.models.critic import critic_from, load_critic
 from tether.text.models.lazy_weights import sources_of
 from tether.text.models.load import load_causal_lm, load_config, load_tokenizer
@@ -242,7 +242,7 @@ def test_a_directory_without_tokenizer_is_refused(tiny_dir):
 
 def test_an_object_is_copied_and_keeps_its_rotary_frequencies():
     mine = tiny_model("llama")
-    with holding({"model": mine}):
+    with register_objects({"model": mine}):
         copied = load_causal_lm("object:model", dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in copied.parameters()} == {torch.bfloat16}
     assert {parameter.dtype for parameter in mine.parameters()} == {torch.float32}
