@@ -236,7 +236,7 @@ def test_two_runs_do_not_share_a_server(made: Callable[..., Bench]) -> None:
 def test_a_server_that_died_gets_the_weights_that_it_had_while_the_policy_learns(
     started: Callable[..., Bench], *, holds: bool
 ) -> None:
-    """Without register_objects them its rows would come from the weights of the moment, under the old version's number."""
+    """Without holding them its rows would come from the weights of the moment, under the old version's number."""
     bench = started()
     engine = bench.engine_of(bench.server, restores_last_weights=holds)
     engine.load_weights(bench.export().copied())
