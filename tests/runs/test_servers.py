@@ -383,7 +383,7 @@ def command_of(inputs: Path, *settings: str) -> tuple[set[str], Mapping[str, str
     run = build_run(load_config(None, [*base_overrides(inputs, inputs / "run"), *settings]))
     (server,) = run.trainer.rollouts.collector.engine._engine.servers
     run.close()
-    return set(server.where.command(1234)), server.where.environment
+    return set(server.launch_or_url.command(1234)), server.launch_or_url.environment
 
 
 def test_options_of_servers_in_other_spellings(inputs: Path) -> None:
