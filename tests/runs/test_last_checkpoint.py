@@ -81,6 +81,12 @@ def test_the_weights_are_saved_where_the_rest_does_not_fit(base, small_disk, cap
     checkpoint, ask = next_commands(last, "tether train")
     assert checkpoint.startswith(f"checkpoint  {last}   ")
     assert shlex.split(ask)[2:5] == ["tether", "generate", str(last)]
+    assert "adapter" not in checkpoint
+    (last / "adapter").mkdir()
+    assert next_commands(last, "tether train")[0].endswith(
+        f"(the policy: {last}/actor, merged; its adapter: {last}/adapter)"
+    )
+    (last / "adapter").rmdir()
     with pytest.raises(
         ValueError, match=f"{last}: has only weights.* 'trainer.resume_from_path={first}': resumes"
     ) as error:

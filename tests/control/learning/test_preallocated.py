@@ -23,7 +23,7 @@ LOSS = ControlLoss(
 
 
 class GeneralEngine(FlatEngine):
-    """Never takes the preallocated way."""
+    """Never uses preallocated memory."""
 
     def _preallocated(self, mini, loss):
         return None
@@ -67,7 +67,7 @@ def updated(engine_type, spec, loss, dtype=torch.float32, **plan):
         (NUMBERS, LOSS, {"dtype": torch.float64}),
     ],
 )
-def test_the_bits_are_those_of_the_general_way(spec, loss, more):
+def test_gradients_are_bitwise_equal_to_the_general_code(spec, loss, more):
     (weights, metrics), (expected, expected_metrics) = (
         updated(kind, spec, loss, **more) for kind in (FlatEngine, GeneralEngine)
     )
@@ -76,14 +76,14 @@ def test_the_bits_are_those_of_the_general_way(spec, loss, more):
         assert torch.equal(value, expected[name]), name
 
 
-def test_another_exp_has_other_bits(monkeypatch):
+def test_an_exp_that_rounds_differently_is_detected(monkeypatch):
     """The negative control: NumPy's exp instead of PyTorch's, equal to its last digits."""
     monkeypatch.setattr(losses, "exp", lambda x: np.exp(x) if isinstance(x, np.ndarray) else x.exp())
     weights, expected = (updated(kind, NUMBERS, LOSS)[0] for kind in (FlatEngine, GeneralEngine))
     assert not all(torch.equal(value, expected[name]) for name, value in weights.items())
 
 
-def test_whatever_it_does_not_compute_goes_the_general_way():
+def test_unsupported_policies_and_losses_use_the_general_code():
     def taken(spec=NUMBERS, loss=LOSS, **columns):
         policy = make_policy(spec, seed=0)
         FlatEngine(policy, OPTIONS, critic_lr=1e-2)
@@ -111,7 +111,7 @@ def test_whatever_it_does_not_compute_goes_the_general_way():
     assert not any(others.values()), others
 
 
-def test_a_large_mini_batch_goes_the_general_way(monkeypatch):
-    monkeypatch.setattr(preallocated, "MOST_ROWS", 31)
+def test_large_mini_batches_use_the_general_code(monkeypatch):
+    monkeypatch.setattr(preallocated, "MAX_ROWS", 31)
     weights, expected = (updated(kind, NUMBERS, LOSS)[0] for kind in (FlatEngine, GeneralEngine))
     assert all(torch.equal(value, expected[name]) for name, value in weights.items())

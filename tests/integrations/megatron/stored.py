@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from tether.integrations.megatron import MegatronLayout, cpu, without_te
 from tether.integrations.megatron.dist_checkpoint import DistCheckpoint
-from tether.integrations.megatron.families import has_value_bias, transformer_config
+from tether.integrations.megatron.families import transformer_config
 from tether.integrations.megatron.files import LoadedTensors
 from tether.integrations.megatron.groups import start
 from tether.integrations.megatron.mapping import tensor_mappings
@@ -45,7 +45,7 @@ OF_TRANSFORMER_ENGINE = {
 def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """A dense policy's weights by Megatron's names, its layers stacked."""
     weights, found = LoadedTensors(Unfused(model.state_dict())), defaultdict[str, list[Tensor]](list)
-    for mapping in tensor_mappings(model.config, "policy", has_value_bias(model.config)):
+    for mapping in tensor_mappings(model.config, "policy"):
         found[mapping.name if mapping.layer is None else f"decoder.layers.{mapping.name}"].append(
             weights.read(mapping, 0, 1)
         )

@@ -25,7 +25,7 @@ from tether.checkpoints import load_state, save_state
 from tether.config.schema import OptimConfig
 from tether.control.learning.losses import ControlLoss, Draws, Outputs, RolloutOutputs, Samples, mask_at, to_columns
 from tether.control.learning.preallocated import PreallocatedGradients
-from tether.control.policies.mlp_policy import ControlPolicy, Policy, save_policy
+from tether.control.policies.mlp_policy import Policy, save_policy
 from tether.control.policies.networks import device_of
 from tether.loop.engine import (
     CHECKED_BYTES,
@@ -146,7 +146,7 @@ class FlatAdamW:
         self._second.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
         torch.sqrt(self._second, out=self._denominator)
         self._denominator.mul_((1 - beta2**self._steps) ** -0.5).add_(self._eps)
-        for (value, first, denominator), rate in zip(self._spans(rates), rates, strict=False):
+        for rate, value, first, denominator in self._groups(rates):
             if self._weight_decay:
                 value.mul_(1 - rate * self._weight_decay)
             value.addcdiv_(first, denominator, value=-rate / (1 - beta1**self._steps))
@@ -160,13 +160,13 @@ class FlatAdamW:
         self._second.copy_(state["second"])
         self._steps = int(state["steps"])
 
-    def _spans(self, rates: Sequence[float]) -> list[tuple[Tensor, ...]]:
-        """Return values, first moments and denominators per group, or of all groups together if their rates are
-        equal."""
-        vectors = self.parameters.values, self._first, self._denominator
+    def _groups(self, rates: Sequence[float]) -> list[tuple[float, Tensor, Tensor, Tensor]]:
+        """Return rate, values, first moments and denominators of each group, or of all together if rates are equal."""
+        values, first, denominator = self.parameters.values, self._first, self._denominator
         if len(set(rates)) == 1:
-            return [vectors]
-        return [tuple(vector[span] for vector in vectors) for span in self.parameters.slices]
+            return [(rates[0], values, first, denominator)]
+        groups = zip(rates, self.parameters.slices, strict=True)
+        return [(rate, values[span], first[span], denominator[span]) for rate, span in groups]
 
 
 Result = TypeVar("Result")
@@ -199,8 +199,7 @@ class FlatEngine:
         self._incidents = Incidents(incident_dir)
         self._chunk = policy.spec.num_action_chunks
         self._rate_factor = 1.0
-        narrow = [] if isinstance(policy, ControlPolicy) else policy.narrow_parameters()
-        self._flat = FlatParameters(policy.parameter_groups(), narrow, torch.bfloat16)
+        self._flat = FlatParameters(policy.parameter_groups(), policy.narrow_parameters(), torch.bfloat16)
         self._optimizer = FlatAdamW(self._flat, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
 
     @classmethod
@@ -242,8 +241,8 @@ class FlatEngine:
                 draws = partial(plan.generator, step, epochs, number)
                 if len(mini) not in preallocated:
                     preallocated[len(mini)] = self._preallocated(mini, function)
-                quick = preallocated[len(mini)]
-                outputs.append(self.gradients(mini, function, draws) if quick is None else quick(mini))
+                faster = preallocated[len(mini)]
+                outputs.append(self.gradients(mini, function, draws) if faster is None else faster(mini))
                 norms.append(self._optimizer.clip_(self._options.grad_clip))
                 if math.isfinite(norms[-1]):
                     self._optimizer.step(rates)

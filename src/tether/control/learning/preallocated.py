@@ -28,12 +28,12 @@ from tether.control.learning.losses import (
 from tether.control.policies.mlp_policy import ControlPolicy, Policy
 from tether.control.policies.networks import HALF_LOG_2PI, CategoricalHead, FloatArray, GaussianHead, Mlp
 
-MOST_ROWS = 4096
+MAX_ROWS = 4096
 """Maximum number of rows. With more, arithmetic takes longer than the overhead of calls."""
 
 
-class ArrayOfTensor(NamedTuple):
-    """A tensor and an array that share memory."""
+class ArrayBuffer(NamedTuple):
+    """Preallocated memory, as a tensor and as an array."""
 
     tensor: Tensor
     array: FloatArray
@@ -51,7 +51,7 @@ class PreallocatedMlp:
         self._layers = [(weight.detach(), bias.detach(), weight.grad, bias.grad) for weight, bias in mlp.linear]
         first = self._layers[0][0]
         self._after, self._grads, self._by_hidden = (
-            [ArrayOfTensor.empty(first, rows, len(weight)) for weight, *_ in self._layers] for _ in range(3)
+            [ArrayBuffer.empty(first, rows, len(weight)) for weight, *_ in self._layers] for _ in range(3)
         )
         self.outputs = self._after[-1]
         """[rows, last size]: result of `forward`."""
@@ -75,10 +75,10 @@ class PreallocatedMlp:
             torch.mm(grad.t(), before, out=weight_grad)
             torch.sum(grad, 0, out=bias_grad)
             if index:
-                by_hidden, by_sum = self._by_hidden[index - 1].tensor, self._grads[index - 1].tensor
+                by_hidden, by_preactivation = self._by_hidden[index - 1].tensor, self._grads[index - 1].tensor
                 torch.mm(grad, weight, out=by_hidden)
-                torch.mul(by_hidden, before, out=by_sum)
-                torch.addcmul(by_hidden, by_sum, before, value=-1, out=by_sum)
+                torch.mul(by_hidden, before, out=by_preactivation)
+                torch.addcmul(by_hidden, by_preactivation, before, value=-1, out=by_preactivation)
 
 
 class PreallocatedCategorical:
@@ -86,23 +86,23 @@ class PreallocatedCategorical:
 
     def __init__(self, mlp: PreallocatedMlp, rows: int) -> None:
         self._mlp, logits = mlp, mlp.outputs.tensor
-        self._everything, self._probs, self._product = (ArrayOfTensor.empty(logits, *logits.shape) for _ in range(3))
-        self.log_probs, self.entropy = ArrayOfTensor.empty(logits, rows, 1), ArrayOfTensor.empty(logits, rows, 1)
+        self._all_log_probs, self._probs, self._product = (ArrayBuffer.empty(logits, *logits.shape) for _ in range(3))
+        self.log_probs, self.entropy = ArrayBuffer.empty(logits, rows, 1), ArrayBuffer.empty(logits, rows, 1)
 
     def evaluate(self, actions: Tensor) -> None:
         """Compute log-probabilities and entropies, [rows, 1] each, as `CategoricalHead.evaluate` does."""
-        everything, probs = self._everything, self._probs
-        torch.log_softmax(self._mlp.outputs.tensor, -1, out=everything.tensor)
-        torch.exp(everything.tensor, out=probs.tensor)
-        np.multiply(probs.array, everything.array, out=self._product.array)
+        all_log_probs, probs = self._all_log_probs, self._probs
+        torch.log_softmax(self._mlp.outputs.tensor, -1, out=all_log_probs.tensor)
+        torch.exp(all_log_probs.tensor, out=probs.tensor)
+        np.multiply(probs.array, all_log_probs.array, out=self._product.array)
         torch.sum(self._product.tensor, -1, keepdim=True, out=self.entropy.tensor)
         np.negative(self.entropy.array, out=self.entropy.array)
-        torch.gather(everything.tensor, -1, actions, out=self.log_probs.tensor)
+        torch.gather(all_log_probs.tensor, -1, actions, out=self.log_probs.tensor)
 
     def backward(self, actions: Tensor, log_prob_grad: FloatArray, entropy_grad: float) -> None:
         """Write the gradient of the logits, as `CategoricalHead.backward` computes it."""
         grad = self._mlp.grad.array
-        np.add(self._everything.array, self.entropy.array, out=grad)
+        np.add(self._all_log_probs.array, self.entropy.array, out=grad)
         grad *= entropy_grad
         grad += log_prob_grad
         np.negative(self._probs.array, out=self._probs.array)
@@ -117,10 +117,13 @@ class PreallocatedGaussian:
         assert head.logstd.grad is not None
         self._mlp, mean = mlp, mlp.outputs.tensor
         logstd = head.logstd.detach()
-        self._logstd, self._logstd_grad = ArrayOfTensor(logstd, logstd.numpy()), head.logstd.grad
-        self._inverse = ArrayOfTensor.empty(mean, len(logstd))
-        self._scaled, self._columns = ArrayOfTensor.empty(mean, *mean.shape), ArrayOfTensor.empty(mean, *mean.shape)
-        self.log_probs, self.entropy = ArrayOfTensor.empty(mean, rows, 1), ArrayOfTensor.empty(mean, rows, len(logstd))
+        self._logstd, self._logstd_grad = ArrayBuffer(logstd, logstd.numpy()), head.logstd.grad
+        self._inverse = ArrayBuffer.empty(mean, len(logstd))
+        self._scaled, self._columns = ArrayBuffer.empty(mean, *mean.shape), ArrayBuffer.empty(mean, *mean.shape)
+        self.log_probs, self.entropy = (
+            ArrayBuffer.empty(mean, rows, 1),
+            ArrayBuffer.empty(mean, rows, len(logstd)),
+        )
 
     def evaluate(self, actions: Tensor) -> None:
         """Compute log-probabilities [rows, 1], summed over columns, and entropies [rows, width], as
@@ -189,7 +192,7 @@ class PreallocatedGradients:
             return None
         if values is None or not values.is_cpu or values.shape[1] > 1 or mini.old_log_probs.shape[1] > 1:
             return None
-        if mini.mask is not None or len(mini) > MOST_ROWS:
+        if mini.mask is not None or len(mini) > MAX_ROWS:
             return None
         return cls(policy, loss, len(mini))
 

@@ -61,6 +61,10 @@ class ControlPolicy(nn.Module):
         critic = [] if self.critic is None else list(self.critic.parameters())
         return [*self.actor.parameters(), *self.head.parameters()], critic
 
+    def narrow_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that compute in bfloat16 in training: none."""
+        return []
+
     def inputs(self, obs: ObservationBatch) -> Tensor:
         """Return the inputs of the networks for observations: normalised flat rows [..., O]."""
         row = self.row(obs)

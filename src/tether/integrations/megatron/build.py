@@ -129,11 +129,10 @@ def _check_targets(config: RunConfig, role: Role, path: Path | str, hf_config: P
     model = empty_model(path, hf_config, critic=is_critic)
     with torch.random.fork_rng(devices=[]):
         insert_adapter(model, settings, _model_section(role), None, config.trainer.seed)
-    families, mapping, adapters = (
-        importlib.import_module(f"tether.integrations.megatron.{name}") for name in ("families", "mapping", "adapters")
+    mapping, adapters = (
+        importlib.import_module(f"tether.integrations.megatron.{name}") for name in ("mapping", "adapters")
     )
-    value_bias = families.has_value_bias(hf_config)
-    weights = mapping.tensor_mappings(hf_config, "critic" if is_critic else "actor", value_bias)
+    weights = mapping.tensor_mappings(hf_config, "critic" if is_critic else "policy")
     adapters.MegatronAdapters.of(model).check(weights)
 
 

@@ -23,7 +23,6 @@ import torch.distributed.checkpoint.metadata as stored
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from tether.integrations.megatron.families import has_value_bias
 from tether.integrations.megatron.mapping import ROWS, TensorMapping, tensor_mappings
 from tether.integrations.megatron.splits import GateUp, QueryKeyValue
 
@@ -98,7 +97,7 @@ class DistCheckpoint:
             ValueError: tensors are missing, unknown to the model or of a different shape, or a file is missing.
         """
         missing, expected = [], defaultdict[str, dict[tuple[int, ...], tuple[int, ...]]](dict)
-        for mapping in tensor_mappings(hf_config, role, has_value_bias(hf_config)):
+        for mapping in tensor_mappings(hf_config, role):
             tensor = self._find(mapping)
             if tensor is None:
                 missing += [] if mapping.optional else [_candidates(mapping.name, mapping)[0][0]]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tether.integrations.megatron.families import expert_layers
+from tether.integrations.megatron.families import expert_layers, has_value_bias
 from tether.integrations.megatron.layout import experts_of
 from tether.integrations.megatron.splits import ColumnSplit, GateUp, QueryKeyValue, Replicated, RowSplit, Split
 
@@ -29,7 +29,7 @@ class TensorMapping:
     """Whether files may lack the tensor, which then stays unchanged."""
 
 
-def tensor_mappings(hf_config: Any, role: str, value_bias: bool) -> Iterator[TensorMapping]:
+def tensor_mappings(hf_config: Any, role: str) -> Iterator[TensorMapping]:
     """Yield all tensors of a model, in the order of its layers."""
     yield TensorMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ROWS)
     for layer, sparse in enumerate(expert_layers(hf_config)):
@@ -43,7 +43,7 @@ def tensor_mappings(hf_config: Any, role: str, value_bias: bool) -> Iterator[Ten
     yield TensorMapping("decoder.final_layernorm.weight", ("model.norm.weight",), REPLICATED)
     if role == "critic":
         yield TensorMapping("output_layer.weight", ("score.weight",), REPLICATED, optional=True)
-        if value_bias:
+        if has_value_bias(hf_config):
             yield TensorMapping("output_layer.bias", ("score.bias",), REPLICATED, optional=True)
     elif not hf_config.tie_word_embeddings:
         yield TensorMapping("output_layer.weight", ("lm_head.weight",), ROWS)

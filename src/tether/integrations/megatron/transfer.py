@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tether.integrations.megatron.adapters import MegatronAdapters
 from tether.integrations.megatron.dist_checkpoint import DistCheckpoint
-from tether.integrations.megatron.families import has_value_bias
 from tether.integrations.megatron.files import LoadedTensors, WeightFiles, WeightSource
 from tether.integrations.megatron.layout import MegatronLayout, experts_of
 from tether.integrations.megatron.mapping import TensorMapping, tensor_mappings
@@ -44,7 +43,7 @@ class Placed:
 
     def weights(self) -> Iterator[TensorMapping]:
         """Yield the mappings of all tensors of the full model without adapters."""
-        return tensor_mappings(self.hf_config, self.role, has_value_bias(self.hf_config))
+        return tensor_mappings(self.hf_config, self.role)
 
     def mappings(self, *, trained: bool = False) -> Iterator[TensorMapping]:
         """Yield the mappings of all tensors of the full model, or of trained ones (adapters and a critic's head)."""
