@@ -18,7 +18,6 @@ from statistics import fmean
 from typing import Any
 
 from gymnasium import Env
-from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
 from benchmarks.control.report import Runs
 from benchmarks.control.tasks import LEARNING, TASKS, Task
@@ -83,6 +82,9 @@ ROWS = (
 
 def atari(env: Env[Any, Any]) -> Env[Any, Any]:
     """Show an Atari game as the field does: every fourth frame, 84 x 84 in grey, the last four of them."""
+    # CleanRL's side imports this module with an older gymnasium, which lacks the second one.
+    from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
+
     return FrameStackObservation(AtariPreprocessing(env), 4)
 
 
