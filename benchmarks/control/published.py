@@ -34,8 +34,15 @@ def _minigrid(steps: int) -> Task:
     return short(steps, 16, 128, 256, 4, 1e-3, 0.01, value_coeff=0.5)
 
 
-_CLASSIC = (500_000, 8, 128, 256, 4, 2.5e-4, 0.01)
-_MUJOCO = (1_000_000, 1, 2048, 64, 10, 3e-4, 0.0)
+_CLASSIC = short(500_000, 4, 128, 128, 4, 2.5e-4, 0.01, value_coeff=0.5, value_clip=0.2, schedule="linear")
+"""The defaults of CleanRL's ``ppo.py``."""
+
+
+def _mujoco(name: str) -> Task:
+    """Return a task with the value clipping of CleanRL's ``ppo_continuous_action.py``."""
+    return replace(TASKS[name], value_clip=0.2)
+
+
 _HIDDEN = short(
     102_400,
     8,
@@ -52,23 +59,19 @@ _HIDDEN = short(
 )
 
 PUBLISHED = {
-    "CartPole-v1": Published(TASKS["CartPole-v1"], (490.04, 6.12), 500),
-    "Acrobot-v1": Published(TASKS["Acrobot-v1"], (-86.36, 1.32), -73.5),
-    "MountainCar-v0": Published(
-        short(*_CLASSIC, value_coeff=0.5, schedule="linear"),
-        (-200, 0),
-        note="negative control: the flag is never reached",
-    ),
+    "CartPole-v1": Published(_CLASSIC, (490.04, 6.12), 500),
+    "Acrobot-v1": Published(_CLASSIC, (-86.36, 1.32), -73.5),
+    "MountainCar-v0": Published(_CLASSIC, (-200, 0), note="negative control: the flag is never reached"),
     "Pendulum-v1": Published(short(100_352, 4, 1024, 64, 10, 1e-3, 0.0, gamma=0.9), zoo=-172.2, note="zoo: gSDE"),
     "LunarLander-v3": Published(
         short(1_000_000, 16, 1024, 64, 4, 3e-4, 0.01, gamma=0.999, lam=0.98),
         zoo=242.1,
         note="zoo: v2",
     ),
-    "HalfCheetah-v5": Published(TASKS["HalfCheetah-v5"], (2262.5, 1196.8), 5819, "theirs: v2 and v3"),
-    "Hopper-v5": Published(TASKS["Hopper-v5"], (2311.5, 441.0), 2410, "theirs: v2 and v3"),
-    "Walker2d-v5": Published(TASKS["Walker2d-v5"], (3312.3, 429.9), 3479, "theirs: v2 and v3"),
-    "Ant-v5": Published(short(*_MUJOCO, normalize=True), zoo=1327, note="zoo: v3"),
+    "HalfCheetah-v5": Published(_mujoco("HalfCheetah-v5"), (2262.5, 1196.8), 5819, "theirs: v2 and v3"),
+    "Hopper-v5": Published(_mujoco("Hopper-v5"), (2311.5, 441.0), 2410, "theirs: v2 and v3"),
+    "Walker2d-v5": Published(_mujoco("Walker2d-v5"), (3312.3, 429.9), 3479, "theirs: v2 and v3"),
+    "Ant-v5": Published(short(1_000_000, 1, 2048, 64, 10, 3e-4, 0.0, normalize=True), zoo=1327, note="zoo: v3"),
     "CartPole, positions only, LSTM": Published(
         replace(_HIDDEN, lstm_dim=64, share_critic=False),
         zoo=500,

@@ -182,6 +182,7 @@ def sb3_options(task: Task) -> dict[str, Any]:
         "clip_range": task.clip,
         "ent_coef": task.entropy,
         "vf_coef": task.value_coeff / 2,
+        "clip_range_vf": task.value_clip,
         "max_grad_norm": task.grad_clip,
     }
 
@@ -198,7 +199,7 @@ def run_cleanrl(name: str, task: Task, seed: int, threads: int) -> Result:
         "num-steps": task.rollout, "num-minibatches": batch // task.mini_batch, "update-epochs": task.epochs,
         "learning-rate": task.lr, "ent-coef": task.entropy, "gamma": task.gamma, "gae-lambda": task.lam,
         "clip-coef": task.clip, "vf-coef": task.value_coeff, "max-grad-norm": task.grad_clip, "cuda": False,
-        "anneal-lr": task.schedule == "linear",
+        "anneal-lr": task.schedule == "linear", "clip-vloss": task.value_clip is not None,
     }  # fmt: skip
     sys.argv = [script, *(f"--{key}={value}" for key, value in given.items())]
     said = io.StringIO()

@@ -24,7 +24,9 @@ from benchmarks.control.tasks import LEARNING, TASKS, Task
 
 MARKS = "<!-- speed:begin -->", "<!-- speed:end -->"
 PEER_NAMES = {"purejaxrl": "PureJaxRL", "sb3": "Stable-Baselines3"}
-_cartpole = replace(TASKS["CartPole-v1"], env_id="CartPole-v1", sides=("tether", "purejaxrl"), test_episodes=1)
+_cartpole = replace(
+    TASKS["CartPole-v1"], value_clip=0.2, env_id="CartPole-v1", sides=("tether", "purejaxrl"), test_episodes=1
+)
 _in_numba = replace(_cartpole, env_id="benchmarks/control/compiled_cartpole.py:CartPole", peers_env_id="CartPole-v1")
 _sb3: dict[str, Any] = {"sides": ("tether", "sb3"), "test_episodes": 1}
 _pong = replace(

@@ -28,6 +28,8 @@ class Task:
     clip: float = 0.2
     value_coeff: float = 0.5
     """Factor of half the squared error, as in tether and CleanRL."""
+    value_clip: float | None = None
+    """Clip range of new values around old ones in the value loss. PureJaxRL always clips by `clip`."""
     grad_clip: float = 0.5
     schedule: str = "linear"
     """Of the learning rate: down to 0, or constant."""
@@ -145,6 +147,7 @@ def overrides(name: str, task: Task, seed: int, threads: int, folder: Path) -> l
         f"{actor}.optim.lr_scheduler_type={task.schedule}",
         f"{actor}.optim.clip_grad={task.grad_clip}",
         f"critic.loss_coef={task.value_coeff}",
+        f"critic.cliprange_value={'null' if task.value_clip is None else task.value_clip}",
         f"policy.normalize_observations={task.normalize}",
         f"policy.normalize_rewards={task.normalize}",
         *([f"policy.lstm_dim={task.lstm_dim}", f"policy.share_critic={task.share_critic}"] if task.lstm_dim else []),

@@ -41,7 +41,7 @@ def test_a_difference_of_means_and_its_interval() -> None:
 def test_a_peer_with_its_defaults_has_those_of_its_documentation() -> None:
     assert sb3_options(TASKS["InvertedDoublePendulum-v5"]) == {
         "n_steps": 2048, "batch_size": 64, "n_epochs": 10, "learning_rate": 3e-4, "gamma": 0.99, "gae_lambda": 0.95,
-        "clip_range": 0.2, "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": 0.5,
+        "clip_range": 0.2, "ent_coef": 0.0, "vf_coef": 0.5, "clip_range_vf": None, "max_grad_norm": 0.5,
     }  # fmt: skip
 
 

@@ -445,7 +445,7 @@ _ROWS: Table = {
     "algorithm.kl_penalty": NoEffect("acts with kl_beta only"),
     "algorithm.sampling_params.*": TEXT_ONLY,
     "algorithm.length_params.*": TEXT_ONLY,
-    "actor.training_backend": SHARDS,
+    "actor.training_backend": NoEffect("control policies have one trainer, for any number of devices"),
     "actor.micro_batch_size": MEMORY,
     "actor.global_batch_size": to(f"{ACTOR}.ppo_mini_batch_size"),
     "actor.enable_sft_co_train": Refused("mixing in supervised examples is not supported yet", fine=(False, None)),

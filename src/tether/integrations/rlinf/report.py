@@ -51,7 +51,8 @@ def _text(line: Outcome) -> str:
 
 
 def _why(line: Outcome) -> str:
-    return f"({line.why})" if line.why else ""
+    why = line.why or ("what tether does anyway" if line.status == "mapped" and not line.native else "")
+    return f"({why})" if why else ""
 
 
 def _short(value: object) -> str:
