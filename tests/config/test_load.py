@@ -209,8 +209,8 @@ def test_sections_of_hydra_itself_are_turned_away(write):
 
 @pytest.mark.parametrize("text", ["0E0", "1e5", "-1e3", "+1_0e-3", "1e+07"])
 def test_text_that_looks_like_a_number_stays_text_when_saved(write, text):
-    saved = load(f"data.chat_template='{text}'").to_yaml()
-    assert load_config(write(saved), []).config.data.chat_template == text
+    saved = load(f"trainer.project_name='{text}'").to_yaml()
+    assert load_config(write(saved), []).config.trainer.project_name == text
 
 
 # Interpolation
@@ -292,11 +292,11 @@ def test_only_gae_has_a_critic(estimator, critic):
 
 
 def test_a_second_name_moves_to_the_key():
-    loaded = load(f"{MICRO}=2", f"{ACTOR}.grad_clip=0.5", "actor_rollout_ref.model.custom_chat_template=T")
+    loaded = load(f"{MICRO}=2", f"{ACTOR}.grad_clip=0.5", "actor_rollout_ref.model.custom_chat_template='{{ T }}'")
     actor = loaded.config.actor_rollout_ref.actor
     assert (actor.ppo_micro_batch_size_per_gpu, actor.ppo_micro_batch_size) == (2, None)
     assert (actor.optim.clip_grad, actor.grad_clip) == (0.5, None)
-    assert loaded.config.data.chat_template == "T"
+    assert loaded.config.data.chat_template == "{{ T }}"
     assert loaded.sources[MICRO_PER_GPU] == f"command line, as {MICRO}"
     assert loaded.notes == ()
 

@@ -75,6 +75,11 @@ def test_a_lower_clip_that_no_ratio_reaches_is_noted():
         ([], "actor_rollout_ref.rollout.trace.token2text=True", "traces of conversations are not supported yet"),
         (["data.val_files=[]"], "trainer.val_before_train=False", "data.val_files is [] and env.train.id is null"),
         (
+            ["data.val_files=[]"],
+            "trainer.keep_best=True",
+            "trainer.test_freq is -1 and data.val_files is [] and env.train.id is null",
+        ),
+        (
             [f"{ROLLOUT}.multi_turn.enable=True", f"{ROLLOUT}.name=vllm"],
             f"{ROLLOUT}.multi_turn.max_kept_tokens=7",
             f"{ROLLOUT}.name is vllm",

@@ -442,6 +442,12 @@ CASES = {
         "0 leaves no row",
         ["data.train_max_samples=-1"],
     ),
+    "chat_template_is_jinja": (
+        ["data.chat_template=qwen3.jinja"],
+        "data.chat_template",
+        "qwen3.jinja has no {{ }} or {% %}. give the text of a Jinja template",
+        ["data.chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'"],
+    ),
     "rollbacks_have_checkpoints": (
         ["trainer.on_collapse=rollback"],
         "trainer.on_collapse",

@@ -86,6 +86,7 @@ def test_what_cannot_be_started_from_is_said_before_anything_loads(
             [f"{key}={adapter}", f"{MODEL}.lora_rank=3", f"{MODEL}.lora_alpha=8"],
             f"{adapter}: has lora_alpha=5, and {MODEL}.lora_alpha=8. Leave lora_alpha out",
         ),
+        ([f"{key}={adapter}", f"{MODEL}.lora_alpha=8"], f"has lora_alpha=5, and {MODEL}.lora_alpha=8"),
         ([f"{key}={tmp_path / 'none'}"], "none: no such directory"),
         ([f"{key}={adapter.parent}"], f"holds no LoRA adapter .*Did you mean {adapter} or "),
         ([f"{key}={kind}"], "is an adapter of the kind IA3. Take one of LoRA"),

@@ -33,7 +33,8 @@ LoggerName = Literal[
     "console", "file", "tensorboard", "wandb", "mlflow", "trackio", "swanlab", "vemlp_wandb", "clearml"
 ]  # fmt: skip
 LATER = ("vemlp_wandb", "clearml")
-TESTS = ActsIf("trainer.test_freq", off=(-1,), other=ActsIf("trainer.val_before_train", off=(False,)))
+HAS_TESTS = ActsIf("data.val_files", off=((),), other=EMBODIED)
+TESTS = ActsIf("trainer.test_freq", off=(-1, 0), other=ActsIf("trainer.val_before_train", off=(False,), also=HAS_TESTS))
 ROLLS_BACK = ActsIf("trainer.on_collapse", on=("rollback",))
 Loggers = Annotated[tuple[LoggerName | OwnFunction, ...], BeforeValidator(as_strings)]
 
@@ -81,7 +82,7 @@ class TrainerConfig(Section):
     """Load environments.pkl even from a checkpoint that other users can write; it can run code. (tether's own key.)"""
     test_freq: Annotated[OffOrEvery, EMBODIED_TOO] = -1
     """Validate every N steps, and at the end; -1 or 0: never."""
-    val_before_train: Annotated[bool, ActsIf("data.val_files", off=((),), other=EMBODIED), EMBODIED_TOO] = True
+    val_before_train: Annotated[bool, HAS_TESTS, EMBODIED_TOO] = True
     """Validate before the first step."""
     val_only: bool = False
     """Validate, then stop."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tether.config.keys import show
 from tether.config.problems import Problem
 from tether.config.rules.shapes import Rule, together
 from tether.config.schema.root import RunConfig
@@ -30,10 +31,20 @@ def subsets_are_not_empty(cfg: RunConfig) -> Problem | None:
     return None
 
 
+def chat_template_is_jinja(cfg: RunConfig) -> Problem | None:
+    """A chat template is the text of a template: without a variable or block, all prompts would be equal."""
+    template = cfg.data.chat_template
+    if template is None or "{{" in template or "{%" in template:
+        return None
+    how = "give the text of a Jinja template, for example data.chat_template=\"$(cat template.jinja)\""
+    return Problem("data.chat_template", f"{show(template)} has no {{{{ }}}} or {{% %}}", how)
+
+
 DATA_RULES: tuple[Rule, ...] = (
     training_data_is_named,
     validation_has_data,
     together("data.custom_cls.path", "data.custom_cls.name"),
     together("data.custom_cls.name", "data.custom_cls.path"),
     subsets_are_not_empty,
+    chat_template_is_jinja,
 )

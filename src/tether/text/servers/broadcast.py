@@ -38,11 +38,10 @@ class BroadcastGroup:
 
     def __init__(self, http: Connections, workers: int, name: str, timeout: float, backend: str) -> None:
         self.name = f"tether-{name}-{uuid.uuid4().hex[:8]}"  # unique among all groups of this server
-        self.ranks, self.backend, self._http, self._within = 1 + workers, backend, http, timeout
+        self.ranks, self.backend, self._http, self._timeout = 1 + workers, backend, http, timeout
         self.address, _ = _addresses(http)
-        self._timeout = timedelta(seconds=timeout)
         try:
-            self._store = serve_store(self.address, self._timeout)
+            self._store = serve_store(self.address, timedelta(seconds=timeout))
         except OSError as error:
             key = "actor_rollout_ref.rollout.weight_transfer"
             raise ValueError(
@@ -73,19 +72,20 @@ class BroadcastGroup:
         """
         sending = _in_thread(ours)
         try:
-            self._http.post(route, body, self._within)
+            self._http.post(route, body, self._timeout)
         except (ServerFailed, ServerRefuses) as error:
             if _BROKEN.search(str(error)) or _failed(sending):
                 what = f"the connection between this process ({self.address}) and the server's workers broke"
                 raise ConnectionLost(f"{what}: {error}") from None
             raise
         try:
-            return sending.result(self._within)
+            return sending.result(self._timeout)
         except (RuntimeError, TimeoutError) as error:
             raise ServerGone(f"{self._http.url}{route}: {error}") from None
 
     def _joined(self) -> Backend:
-        return joined(self._store, 0, self.ranks, self.name, self.backend, self.address, self._timeout)
+        timeout = timedelta(seconds=self._timeout)
+        return joined(self._store, 0, self.ranks, self.name, self.backend, self.address, timeout)
 
 
 def _failed(sent: Future[Result]) -> bool:
