@@ -24,6 +24,7 @@ def test_the_printed_file_is_the_same_run(tmp_path):
     assert native.config == load_config(Path(PAGE), ["runner.max_epochs=3"]).config
     assert native.notes == ()
     assert "  lam: 0.95  # algorithm.gae_lambda\n" in (tmp_path / "native.yaml").read_text()
+    assert "not supported" not in said.stderr
 
 
 def test_every_key_is_listed(tmp_path):
@@ -31,7 +32,9 @@ def test_every_key_is_listed(tmp_path):
     assert said.exit_code == 0
     listing = said.stderr
     headings = [line.split(" (")[0] for line in listing.splitlines() if line and not line.startswith(" ")]
-    assert headings == ["mapped", "defaulted", "no effect", "not supported", "still to be set before it runs"]
+    summary = "1 key is not supported, listed at the end: training is refused until it is removed"
+    assert headings == [summary, "mapped", "defaulted", "no effect", "not supported", "still to be set before it runs"]
+    assert said.stdout.startswith(f"# {summary}\n")
     assert "  algorithm.gae_lambda=0.9  -> algorithm.lam=0.9\n" in listing
     assert "  actor.model.obs_dim=42  (the environment's spaces say so)\n" in listing
     assert "  env.eval.video_cfg.save_video=True  -> env.eval.video_cfg.save_video=True\n" in listing

@@ -57,7 +57,10 @@ def test_a_published_policy_without_a_checkpoint_is_to_be_given_one(imported, mo
     assert not load_config(file, [f"{start}=null"]).config.actor_rollout_ref.model.path
 
 
-@pytest.mark.parametrize(("task", "fix"), [("sft", "use embodied or reasoning"), ("embodied_eval", "`tether eval`")])
+@pytest.mark.parametrize(
+    ("task", "fix"),
+    [("sft", "`tether sft`"), ("offline", "use embodied or reasoning"), ("embodied_eval", "`tether eval`")],
+)
 def test_other_kinds_of_run_are_refused(imported, task, fix):
     (problem,) = imported(f"runner: {{task_type: {task}}}").problems
     assert problem.path == "runner.task_type"
@@ -217,6 +220,9 @@ def test_values_of_embodied_runs(imported, overrides, native):
         ),
         (EMBODIED, "actor.model.precision=bf16", "fp32"),
         (EMBODIED, "env.train.env_type=robotwin", "not carried over"),
+        (EMBODIED, "algorithm.adv_type=embodied_sac", "SAC is not available (supported: gae, grpo, raw)"),
+        (EMBODIED, "algorithm.loss_type=embodied_sac", "SAC is not available (supported: actor, actor_critic"),
+        (EMBODIED, "algorithm.loss_type=embodied_dagger", "DAgger is not available"),
         (EMBODIED, "actor.optim.critic_warmup_steps=10", "set trainer.critic_warmup"),
     ],
 )
@@ -235,6 +241,12 @@ def test_a_refusal_says_one_thing(imported):
     ) in said
     (said,) = imported(EMBODIED, "actor.model.precision=bf16").refusals()
     assert str(said).endswith("in bf16, too. leave it out, or set fp32")
+
+
+def test_maniskill_with_images_is_refused_for_its_images(imported):
+    images = EMBODIED.replace("gymnasium", "maniskill, init_params: {obs_mode: rgb}")
+    said = refusals(imported(images))["env.train.env_type"]
+    assert said == "maniskill is refused: ManiSkill is carried over with state observations only, not obs_mode=rgb"
 
 
 def test_episodes_in_groups(imported):
@@ -448,6 +460,16 @@ def test_two_names_of_a_run_are_those_of_its_folder_and_of_its_logs(imported):
     assert result.problems == ()
     assert result.native["trainer.experiment_name"] == "ci"
     assert result.native["trainer.default_local_dir"] == "results/a"
+
+
+def test_a_null_is_no_folder(imported):
+    """An interpolation of null is the text None."""
+    log_path = "runner.logger.log_path=${runner.output_dir}/${runner.experiment_name}"
+    nulls = imported(TEXT, log_path, "runner.output_dir=null", "runner.experiment_name=null")
+    assert "trainer.default_local_dir" not in nulls.native
+    assert {line.key: line.status for line in nulls.lines}["runner.logger.log_path"] == "no effect"
+    named = imported(TEXT, log_path, "runner.output_dir=results", "runner.experiment_name=null")
+    assert named.native["trainer.default_local_dir"] == "results"
 
 
 def test_what_only_other_simulators_or_the_reward_model_read_is_listed(imported):

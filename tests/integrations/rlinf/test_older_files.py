@@ -167,9 +167,11 @@ def test_the_older_name_of_shuffling_acts(imported):
     assert imported(older).native["actor_rollout_ref.actor.shuffle"] is False
 
 
-def test_another_place_of_the_value_head_is_refused(imported):
-    found = refused(imported(OLDER, "env.train.total_num_envs=8", "+actor.model.vh_mode=a6"))
-    assert set(found) == {"actor.model.vh_mode"}
+def test_another_place_of_the_value_head_is_refused_for_openvla(imported):
+    overrides = ["env.train.total_num_envs=8", "+actor.model.vh_mode=a6"]
+    assert set(refused(imported(OLDER.replace("mlp_policy", "openvla"), *overrides))) == {"actor.model.vh_mode"}
+    other = imported(OLDER.replace("mlp_policy", "cnn_policy"), *overrides)
+    assert {line.key: line.status for line in other.lines}["actor.model.vh_mode"] == "no effect"
 
 
 def test_weights_beside_the_folder_are_refused_under_the_older_name_too(imported):

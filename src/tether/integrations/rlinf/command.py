@@ -24,7 +24,8 @@ def translate(arguments: Sequence[str]) -> tuple[str, str]:
 
     Returns:
         The native YAML, and the listing of all keys with further problems that prevent running the file. Unsupported
-        keys are in a separate section of the YAML, so that it is refused until the user removes them.
+        keys are in a separate section of the YAML, so that it is refused until the user removes them; the first line of
+        both texts counts these keys.
 
     Raises:
         ConfigError: the file is not RLinf's, or has unknown, contradicting or unreadable keys.
@@ -47,7 +48,13 @@ def translate(arguments: Sequence[str]) -> tuple[str, str]:
     ]
     if len(problems) > len(imported.refusals()):
         raise ConfigError(problems)
-    return to_native_yaml(imported), report(imported) + _obstacles(imported, arguments)
+    native, listing = to_native_yaml(imported), report(imported) + _obstacles(imported, arguments)
+    refused = len(imported.refusals())
+    if not refused:
+        return native, listing
+    keys, they_are = ("1 key is", "it is") if refused == 1 else (f"{refused} keys are", "they are")
+    summary = f"{keys} not supported, listed at the end: training is refused until {they_are} removed"
+    return f"# {summary}\n{native}", f"{summary}\n\n{listing}"
 
 
 def _obstacles(imported: Imported, arguments: Sequence[str]) -> str:

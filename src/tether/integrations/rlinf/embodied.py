@@ -50,6 +50,8 @@ OPTIM = "actor.optim"
 NATIVE_OPTIM = f"{ACTOR}.optim"
 FP32 = (*(name for name, dtype in PRECISIONS.items() if dtype == "float32"), *NO_PRECISION)
 ESTIMATORS = {"gae": "gae", "grpo": "grpo", "raw": "raw"}
+OTHER_ALGORITHMS = {"embodied_sac": "SAC", "embodied_dagger": "DAgger", "embodied_nft": "NFT", "offline_iql": "IQL"}
+"""Value of `algorithm.adv_type` or `algorithm.loss_type` -> the algorithm, which tether does not have."""
 IN_FP32 = "leave it out, or set fp32"
 FROM_SPACES = NoEffect("the environment's spaces say so")
 SIMULATOR = NoEffect("read by the simulator of that name only")
@@ -155,13 +157,13 @@ def env_type(role: str) -> Convert:
             check_policy(values, role)
             return value
         observed = _arguments(values.get(f"env.{role}.init_params")).get("obs_mode", "state")
-        states = observed == "state" or _shows_state(role, values)
-        fine = ("gymnasium", "envpool", *((MANISKILL,) if states else ()), *WRAPPED)
+        fine = ("gymnasium", "envpool", MANISKILL, *WRAPPED)
+        fix = f"give env.{role}.env_type, id and init_params as tether's"
         if value not in fine:
-            raise Unsupported(
-                f"{NO_SIMULATOR} (supported: {', '.join(fine)})",
-                fix=f"give env.{role}.env_type, id and init_params as tether's",
-            )
+            raise Unsupported(f"{NO_SIMULATOR} (supported: {', '.join(fine)})", fix=fix)
+        if value == MANISKILL and observed != "state" and not _shows_state(role, values):
+            why = f"ManiSkill is carried over with state observations only, not obs_mode={observed}"
+            raise Unsupported(why, fix=fix)
         return value
 
     return convert
@@ -203,8 +205,17 @@ def critic_warmup(value: int | None, values: Values) -> object:
     return value // updates + 1
 
 
+def estimator(value: object, values: Values) -> object:
+    """Return the advantage estimator."""
+    named = OTHER_ALGORITHMS.get(str(value))
+    why = f"{named} is not available" if named else "this estimator is not for embodied runs"
+    return choice(ESTIMATORS, why)(value, values)
+
+
 def loss(value: object, values: Values) -> object:
     """Return the policy loss; the estimator determines whether there is also a critic."""
+    if str(value) in OTHER_ALGORITHMS:
+        raise Unsupported(f"{OTHER_ALGORITHMS[str(value)]} is not available (supported: {', '.join(LOSSES)})")
     with_critic = values.get("algorithm.adv_type", "gae") == "gae"
     if value not in LOSSES or with_critic == (value == "actor"):
         fitting = [name for name in LOSSES if with_critic != (name == "actor")]
@@ -418,9 +429,7 @@ _ROWS: Table = {
     "runner.max_prompt_length": TEXT_ONLY,
     "algorithm.normalize_advantages": to("algorithm.normalize_advantages", default=True),
     "algorithm.group_size": to("env.train.group_size", default=1),
-    "algorithm.adv_type": to(
-        "algorithm.adv_estimator", by=choice(ESTIMATORS, "this estimator is not for embodied runs")
-    ),
+    "algorithm.adv_type": to("algorithm.adv_estimator", by=estimator),
     "algorithm.loss_type": to(f"{ACTOR}.policy_loss.loss_mode", by=loss),
     "algorithm.loss_agg_func": to(f"{ACTOR}.loss_agg_mode", by=aggregation),
     "algorithm.filter_rewards": to("algorithm.filter_rewards", default=False),

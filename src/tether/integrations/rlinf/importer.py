@@ -284,7 +284,9 @@ def _task(tree: JsonObject) -> Task | Problem:
     if named in ("embodied", "reasoning", *VALUES["reasoning"][TASK_KEY]):
         return "embodied" if named == "embodied" else "reasoning"
     fix = "test a checkpoint with `tether eval`" if str(named).endswith("_eval") else "use embodied or reasoning"
-    return Problem(TASK_KEY, f"{named} is refused: there is no such kind of run", fix)
+    if named == "sft":
+        fix = "fine-tune a language model on text with `tether sft`, a control policy with `tether bc`"
+    return Problem(TASK_KEY, f"{named} is refused: `tether train` has no such kind of run", fix)
 
 
 def _other(task: Task) -> Table:

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from tether.control.policies.config import VLA_TYPES
 from tether.integrations.rlinf.rows import (
+    UNSET,
     Checked,
     Convert,
     NoEffect,
+    NotRead,
     Refused,
     Table,
     Unsupported,
@@ -100,6 +103,15 @@ def rollout_steps(value: object, values: Values) -> object:
     return values.get(STEPS, chunks)
 
 
+def value_position(value: object, values: Values) -> object:
+    """Refuse another position of OpenVLA's value head than the first token; other policies do not read the key."""
+    if values.get("actor.model.model_type") not in VLA_TYPES:
+        raise NotRead("read with OpenVLA and OpenVLA-OFT only")
+    if value not in ("a0", None):
+        raise Unsupported("values are read before the first token of an action", fix="leave it out, or set a0")
+    return UNSET
+
+
 def _environments(role: str) -> Convert:
     """Return the conversion of `num_envs`: older files count environments per process and stage, so the total is
     required."""
@@ -141,7 +153,7 @@ OLDER_EMBODIED: Table = {
     "actor.model.ckpt_path": Refused(
         "weights out of a .pt file are not supported; give a checkpoint as runner.resume_dir"
     ),
-    "actor.model.vh_mode": Refused("values are read before the first token of an action", fine=("a0", None)),
+    "actor.model.vh_mode": to("policy.model_type", by=value_position),
     "actor.model.add_bias_linear": NETWORKS_OWN,
     "actor.model.add_qkv_bias": NETWORKS_OWN,
     "algorithm.require_values": NoEffect("algorithm.adv_type decides whether there is a critic"),

@@ -9,6 +9,7 @@ from tether.integrations.rlinf.rows import (
     Checked,
     Mapped,
     NoEffect,
+    NotRead,
     Refused,
     Table,
     Values,
@@ -37,6 +38,8 @@ FORMATS = Refused("mixed precision is chosen with actor.model.precision", fine=(
 def folder(value: object, values: Values) -> object:
     """Return the folder of a run: the folder of logs, and in it a folder with the name of the run."""
     root = path(values.get("runner.output_dir") or values.get("runner.logger.log_path"), values)
+    if isinstance(root, str) and "None" in root.split("/"):  # an interpolation of null
+        raise NotRead("a part of it is null, so trainer.default_local_dir keeps its default")
     name = values.get("runner.experiment_name") or values.get("runner.logger.experiment_name")
     return UNSET if root is None else f"{root}/{name}" if name else str(root)
 
