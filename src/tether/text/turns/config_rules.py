@@ -28,8 +28,8 @@ def agents_are_known(cfg: RunConfig) -> Problem | None:
         what = f"{name} answers in turns, which {ROLLOUT}.multi_turn.enable=False switches off"
         return Problem(key, what, f"set {ROLLOUT}.multi_turn.enable=True, or leave {key} out")
     if name == AGENTS[1] and not any((turns.tool_config_path, turns.function_tool_path, turns.interaction_config_path)):
-        what = f"{name} has neither tools ({ROLLOUT}.multi_turn.tool_config_path) nor an environment"
-        return Problem(key, what, f"give {ROLLOUT}.multi_turn.tool_config_path")
+        what = f"{name} has neither tools nor an environment"
+        return Problem(key, what, f"give {ROLLOUT}.multi_turn.tool_config_path or function_tool_path")
     return None
 
 
