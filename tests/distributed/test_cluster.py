@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from tests.distributed.parts import NEEDS_RAY, make, ray_group, two_nodes
+from tests.distributed.parts import NEEDS_RAY, Part, make, ray_group, two_nodes
 from tests.runs.test_devices import overrides
 from tests.runs.tiny_run import measured, write_inputs
 from tests.runs.tiny_run import train as one_process
@@ -26,7 +26,7 @@ from tether.config import load_config
 from tether.distributed.cluster import check_versions
 from tether.distributed.worker import this_process
 from tether.loop.parts import Callbacks
-from tether.runtime.ranks import SERVERS_STATUS, STATUS, Deadlines, Pool, RankFailed
+from tether.runtime.ranks import SERVERS_STATUS, STATUS, Deadlines, Pool, RankFailed, RankLost
 
 pytestmark = NEEDS_RAY
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,6 +63,55 @@ def test_ranks_of_two_nodes_work_together(
     missing = r"^trainer.nnodes=3 with .*=1 each: 1 CPUs are missing; CPUs of the 2 nodes .*: 1, .*: 1; waited 1 s"
     with pytest.raises(RankFailed, match=missing):
         ray_group([Pool(3, 1)], "cpu", 1, tmp_path, deadlines=Deadlines(start=1), **to(cluster))
+
+
+@pytest.mark.slow
+def test_data_that_are_lost_with_a_node_are_a_lost_rank(cluster: Any, tmp_path: Path) -> None:
+    """Also where another rank, a companion or this process reads them, before the dead rank is called again."""
+    group = ray_group([Pool(2, 1)], "cpu", 1, tmp_path, together=[range(1), range(1, 2)], **to(cluster))
+    try:
+        _, there = cluster.list_all_nodes()
+        lost = next(rank for rank, process in enumerate(group.processes) if process.node == there.node_id)
+        storing, other = group.some(range(lost, lost + 1)), group.some(range(1 - lost, 2 - lost))
+        group.build(make)
+        (weights,) = storing.share_weights("part")
+        assert other.call("part", "total", [(weights,)]) == [7.0]
+        companion = group.companion(1 - lost, 1, Part)
+        companion.start()
+        assert companion.call("total", weights, timeout=PATIENCE) == 7.0
+        (weights,) = storing.share_weights("part")
+        cluster.remove_node(there)
+        with pytest.raises(RankLost, match=r"the data of a lost rank are gone"):
+            other.read(weights)
+        with pytest.raises(RankLost, match=r"the data of a lost rank are gone"):
+            companion.call("total", weights, timeout=PATIENCE)
+        with pytest.raises(RankLost, match=r"the data of a lost rank are gone"):
+            other.call("part", "total", [(weights,)])
+    finally:
+        group.close()
+
+
+@pytest.mark.slow
+def test_a_wait_for_devices_reports_a_node_that_is_lost_meanwhile(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+
+    class Seen(Exception):
+        pass
+
+    def warn(message: str, *arguments: object) -> None:
+        lines.append(message % arguments)
+        if len(lines) == 2:
+            raise Seen
+        cluster.remove_node(cluster.list_all_nodes()[-1])
+
+    monkeypatch.setattr("tether.distributed.cluster.LOG_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr("tether.distributed.cluster.logger.warning", warn)
+    with pytest.raises(Seen):
+        ray_group([Pool(3, 1)], "cpu", 1, tmp_path, deadlines=Deadlines(start=PATIENCE), **to(cluster))
+    assert "1 CPUs are missing; CPUs of the 2 nodes" in lines[0]
+    assert "2 CPUs are missing; CPUs of the 1 nodes" in lines[1]
 
 
 @pytest.mark.slow

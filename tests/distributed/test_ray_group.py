@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.distributed.processes import marked
 from tests.processes import runs
 from tether.commands.status import show_status
 from tether.distributed import Group
-from tether.runtime.ranks import Deadlines, Pool
+from tether.runtime.ranks import Deadlines, Pool, RankLost
 
 pytestmark = NEEDS_RAY
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +40,17 @@ if __name__ == "__main__":
 """
 PATIENCE = 300.0  # Ray's agents look for their raylet now and then
 MARK = "TETHER_TEST_DRIVER"
+BACKTRACES = """
+*** SIGTERM received at time=1796072220 on cpu 1 ***
+PC: @     0x7f0340926f36  (unknown)  epoll_wait
+[2026-11-30 20:57:00,927 E 15068 15068] logging.cc:474:     @     0x7f033faab5cd        128  boost::asio::run()
+    @ ... and at least 3 more frames
+*** StackTrace Information ***
+/lib/python3.11/site-packages/ray/_raylet.so(+0xb1e3c4) [0x7f42a0c12b9a] ray::operator<<()
+/lib/x86_64-linux-gnu/libc.so.6(__libc_start_main+0x85) [0x7f42a1ff1305] __libc_start_main
+
+"""
+"""Lines that Ray writes to the log of a rank that is ended by a signal or by a failed check."""
 
 
 @pytest.fixture
@@ -60,10 +72,10 @@ def test_ranks_work_together_until_one_of_them_dies(group: Group) -> None:
     assert len({*mine, os.getpid()}) == 3
     assert group.call("part", "pid", [None, ()]) == [None, mine[1]]
     assert group.call("part", "summed", [(group.share(torch.ones(1)),)] * 2)[0].tolist() == [2.0]
-    group.call("part", "speak", [None, ("the last words",)])
+    group.call("part", "speak", [None, (f"the last words{BACKTRACES}",)])
     os.kill(mine[1], signal.SIGKILL)
     # Rank 0, which waits for it, fails at once, too.
-    with pytest.raises(ValueError, match=r"(?s)^rank 1 died .*rank_1\.log:.*the last words"):
+    with pytest.raises(ValueError, match=r"(?s)^rank 1 died .*rank_1\.log:\n  the last words$"):
         group.call("part", "hang", [(), ()])
     with pytest.raises(ValueError, match="rank 1 died"):
         group.call("part", "pid", [(), None])
@@ -123,6 +135,21 @@ def test_the_next_weights_are_stored_while_some_are_read_and_a_rank_that_dies_me
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ValueError, match=r"^rank 0 died"):
         list(parts)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_by_the_memory_monitor_is_lost(tmp_path: Path) -> None:
+    """The monitor's threshold is below what the machine uses already, so it kills the rank when it starts."""
+    options = {"_system_config": {"memory_usage_threshold": 0.001, "memory_monitor_refresh_ms": 100}}
+
+    def hang() -> None:
+        with closing(ray_group([Pool(1, 1)], "cpu", 1, tmp_path, options=options)) as group:
+            group.build(make)
+            group.call("part", "rest", [(PATIENCE,)])
+
+    with pytest.raises(RankLost, match=r"^rank 0 died \(Ray's memory monitor killed it, .*or lower, .*\)") as lost:
+        hang()
+    assert "lease ID" not in str(lost.value)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from tether.spelling import did_you_mean
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS, LOG_AFTER_SECONDS = 1.0, 10.0
-"""Seconds between two polls of a wait, and until it logs what it waits for."""
+"""Seconds between two polls of a wait, and until it logs what it waits for or that this has changed."""
 CONNECT_SECONDS, NODE_SECONDS = 10.0, 60.0
 """Timeouts of a connection to a cluster, and of starting a process that imports tether on its nodes."""
 SETTINGS_FRAME = 4
@@ -156,16 +156,16 @@ def reserve(pool: Pool, device: str, timeout: float) -> PlacementGroup:
     """
     share = {"CPU": pool.per_node} | ({"GPU": pool.per_node} if device == "cuda" else {})
     group = placement_group([share] * pool.nodes, strategy="STRICT_SPREAD" if pool.nodes > 1 else "STRICT_PACK")
-    ready, began, logged = group.ready(), time.monotonic(), False
+    ready, began, logged, log_after = group.ready(), time.monotonic(), "", LOG_AFTER_SECONDS
     while not ray.wait([ready], timeout=POLL_SECONDS)[0]:
         waited = time.monotonic() - began
         if waited > timeout:
             missing = _missing(pool, next(reversed(share)))
             remove_placement_group(group)
             raise RankFailed(f"{missing}; waited {timeout:g} s. Ask for fewer, or start more")
-        if waited > LOG_AFTER_SECONDS and not logged:
-            logged = True
-            logger.warning("waiting up to %g s: %s", timeout, _missing(pool, next(reversed(share))))
+        if waited > log_after and (missing := _missing(pool, next(reversed(share)))) != logged:
+            logged, log_after = missing, waited + LOG_AFTER_SECONDS
+            logger.warning("waiting up to %g s: %s", timeout, missing)
     return group
 
 
@@ -179,7 +179,8 @@ def _missing(pool: Pool, resource: str) -> str:
     why = (
         f"{shortage} {resource}s are missing"
         if shortage
-        else f"others use them: {ray.available_resources().get(resource, 0):g} free"
+        else f"{ray.available_resources().get(resource, 0):g} {resource}s are free, the others are in use or on a node "
+        "that failed within the last minute"
     )
     requested = f"{pool.section}.nnodes={pool.nodes} with {pool.section}.n_gpus_per_node={pool.per_node} each"
     return f"{requested}: {why}; {resource}s of the {len(available)} nodes of the cluster: {shown}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tether.distributed.worker import CompanionLost, NodeLost, Process
@@ -27,6 +27,8 @@ POLL_SECONDS = 1.0
 """Seconds between two checks of a pending call."""
 LOG_EVERY_SECONDS = 60.0
 """Seconds between two warnings about a pending call."""
+LOST_DATA = "the data of a lost rank are gone with its machine"
+"""Message about a reference whose object can no longer be read."""
 
 
 class RayCompanion:
@@ -94,6 +96,8 @@ class RayCompanion:
                     next_log += LOG_EVERY_SECONDS
             return ray.get(reply)
         except RayTaskError as error:
+            if isinstance(error.cause, ObjectLostError):  # an argument, which a rank stored
+                raise RankLost(f"{self.host}: {LOST_DATA}") from None
             if isinstance(error.cause, Exception):
                 raise error.cause from None
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -18,15 +19,24 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tether.distributed.cluster import POLL_SECONDS, check_versions, connect, is_local, reserve
-from tether.distributed.companions import RayCompanion
+from tether.distributed.companions import LOST_DATA, RayCompanion
 from tether.distributed.transfers import FROM, TO, Transfers, size_of
 from tether.distributed.worker import Group, Process, Worker, this_process
-from tether.loop.engine import MicroBatchTooLarge
+from tether.loop.engine import LOWER, MicroBatchTooLarge
 from tether.runtime.disk import read_json
 from tether.runtime.interrupt import raise_if_interrupted
 from tether.runtime.ranks import STATUS, Deadlines, Pool, RankFailed, RankLost
@@ -43,6 +53,10 @@ SETTLE_SECONDS = 5.0
 """Seconds until Ray reports the death of a rank after another rank failed because of it."""
 LOG_LINES = 5
 """Lines of a rank's log in an error."""
+DEATHS = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, LocalRayletDiedError)
+"""Errors of Ray about a process or machine that is gone."""
+BACKTRACE = re.compile(r"\*\*\* (SIG|StackTrace)|@ +(0x|\.\.\. and)|\) \[0x[0-9a-f]+\]")
+"""Line of a C++ backtrace, which Ray writes to the log of a rank that dies."""
 
 
 class RayGroup:
@@ -163,7 +177,10 @@ class RayGroup:
         return self.some(range(self.size)).share_weights(component)
 
     def read(self, shared: Any) -> Any:
-        return ray.get(shared)
+        try:
+            return ray.get(shared)
+        except ObjectLostError:
+            raise self._failed(LOST_DATA, None) from None
 
     def call_method(self, name: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
         """Call a method of `RayWorker` on the ranks whose arguments are not None, and return the results."""
@@ -260,10 +277,15 @@ class RayGroup:
         settled, _ = ray.wait(list(calls), num_returns=len(calls), timeout=SETTLE_SECONDS)
         errors = {calls[ref]: error for ref in settled if (error := _error_of(ref))}
         for rank, error in errors.items():
-            if isinstance(error, RayActorError):
-                return self._failed(f"{self._name(rank)} died ({str(error).strip().splitlines()[-1].strip()})", rank)
+            if isinstance(error, DEATHS):
+                reason = str(error).strip().splitlines()[-1].strip()
+                if isinstance(error, OutOfMemoryError):  # Ray reports the state of the machine in 45 lines
+                    reason = f"Ray's memory monitor killed it, because its machine ran out of memory. {LOWER}"
+                return self._failed(f"{self._name(rank)} died ({reason})", rank)
         rank, error = next(iter(errors.items()))
         cause = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
+        if isinstance(cause, ObjectLostError):
+            return self._failed(f"{self._name(rank)}: {LOST_DATA}", None)
         kind = "" if isinstance(cause, ValueError) else f"{type(cause).__name__}: "
         what = f"{self._name(rank)}: {kind}{cause}"
         if isinstance(cause, MicroBatchTooLarge):
@@ -309,7 +331,7 @@ class RayGroup:
         """Return the error with the end of the rank's log; ranks are out of step, and later calls fail too."""
         log = self._logs[rank] if rank is not None else None
         output = log.read_bytes()[self._log_starts[rank] :] if rank is not None and log and log.exists() else b""
-        lines = output.decode(errors="replace").splitlines()
+        lines = [line for line in output.decode(errors="replace").splitlines() if line and not BACKTRACE.search(line)]
         shown = "".join(f"\n  {line}" for line in lines[-LOG_LINES:])
         last = f". Its last lines, of {log}:{shown}" if lines else ""
         return self._ended(kind(what + last))
