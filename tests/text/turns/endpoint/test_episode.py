@@ -149,6 +149,8 @@ def test_what_leaves_no_room_and_more_calls_than_allowed_are_refused() -> None:
     talk.episode.is_over = True
     with pytest.raises(CallRefused, match="is over"):
         talk.episode.count_call()
+    with pytest.raises(CallRefused, match="is over"):  # a call that was counted before
+        talk.ask(ChatRequest((user("?"),)), [END])
 
 
 def test_noise_depends_on_what_is_read_and_how_often_alone() -> None:
