@@ -148,7 +148,7 @@ def compare_transfers(folder: Path) -> tuple[float, float, int]:
         two.build(make_holder)
 
         actor = ShardedEngine[Any](one, "holder", Replicas.contiguous(1, 1))
-        sampler = ShardedSampler(two, "holder", frozenset(), 1)
+        sampler = ShardedSampler(two, "holder", frozenset(), None, 1)
         sides = {
             "copy": lambda _: float(two.call("holder", "copy", [()])[0]),
             "transfer": lambda _: seconds(lambda: sampler.load_weights(actor.export())),

@@ -81,7 +81,9 @@ def test_pieces(prompts: int, ranks: int, fitting: int) -> None:
 @pytest.mark.parametrize("max_num_seqs", [2, 6, 1000])
 def test_rows_are_those_of_one_rank(max_num_seqs: int) -> None:
     ranks = Ranks([0.001, 0.0, 0.002])
-    rollout = ShardedSampler(ranks, "sampler", frozenset(), max_num_seqs).generate(PROMPTS, SAMPLING, NoiseKey(5, 1))
+    rollout = ShardedSampler(ranks, "sampler", frozenset(), None, max_num_seqs).generate(
+        PROMPTS, SAMPLING, NoiseKey(5, 1)
+    )
     expected = drawn(PROMPTS, SAMPLING.n, NoiseKey(5, 1))
     assert torch.equal(rollout.response_ids, expected.response_ids)
     assert torch.equal(rollout.uid, expected.uid)
@@ -92,13 +94,13 @@ def test_a_rank_that_is_done_takes_what_is_left() -> None:
     """The other one has its first piece alone."""
     first = len(prompt_chunks(len(PROMPTS), 2, 1)[0])
     ranks = Ranks([0.0, 0.0], first_waits_for=len(PROMPTS) - first)
-    ShardedSampler(ranks, "sampler", frozenset(), 2).generate(PROMPTS, SAMPLING, NoiseKey(5, 1))
+    ShardedSampler(ranks, "sampler", frozenset(), None, 2).generate(PROMPTS, SAMPLING, NoiseKey(5, 1))
     assert ranks.prompts == {0: first, 1: len(PROMPTS) - first}
 
 
 def test_fewer_prompts_than_ranks() -> None:
     ranks = Ranks([0.0] * 4)
-    rollout = ShardedSampler(ranks, "sampler", frozenset(), 8).generate(PROMPTS[:2], SAMPLING, NoiseKey(5, 1))
+    rollout = ShardedSampler(ranks, "sampler", frozenset(), None, 8).generate(PROMPTS[:2], SAMPLING, NoiseKey(5, 1))
     assert len(rollout) == 4
     assert set(ranks.prompts) <= {0, 1}
 
@@ -106,5 +108,5 @@ def test_fewer_prompts_than_ranks() -> None:
 def test_a_failure_ends_it_at_once() -> None:
     ranks = Ranks([0.1, 0.0], broken=1)
     with pytest.raises(ValueError, match="a rank is lost"):
-        ShardedSampler(ranks, "sampler", frozenset(), 2).generate(PROMPTS, SAMPLING, NoiseKey(5, 1))
+        ShardedSampler(ranks, "sampler", frozenset(), None, 2).generate(PROMPTS, SAMPLING, NoiseKey(5, 1))
     assert ranks.prompts[0] <= len(prompt_chunks(len(PROMPTS), 2, 1)[0])

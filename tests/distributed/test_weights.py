@@ -88,14 +88,14 @@ def test_each_part_goes_to_every_rank_that_samples() -> None:
     learners, samplers = Ranks(WEIGHTS), Ranks()
     engine = Handle(learners, "actor")
     engine.version = 7
-    ShardedSampler(samplers, "sampler", frozenset(), 1).load_weights(engine.export())
+    ShardedSampler(samplers, "sampler", frozenset(), None, 1).load_weights(engine.export())
     assert samplers.loaded == [(7, name, value.tolist()) for name, value in WEIGHTS for _ in range(2)]
     assert samplers.transfers.take()["transfer/weights_bytes"] == 2 * 3 * 8
 
 
 def test_ranks_that_learn_and_sample_take_over_their_own() -> None:
     ranks = Ranks(WEIGHTS)
-    ShardedSampler(ranks, "sampler", frozenset(), 1).load_weights(Handle(ranks, "actor").export())
+    ShardedSampler(ranks, "sampler", frozenset(), None, 1).load_weights(Handle(ranks, "actor").export())
     assert ranks.loaded == [("refresh",)]
     assert ranks.shared == []
 
@@ -121,5 +121,5 @@ def test_an_error_in_the_middle_ends_the_transfer() -> None:
     samplers = Ranks()
     weights = Handle(Ranks(WEIGHTS, broken="three"), "actor").export()
     with pytest.raises(ValueError, match="a rank is lost"):
-        ShardedSampler(samplers, "sampler", frozenset(), 1).load_weights(weights)
+        ShardedSampler(samplers, "sampler", frozenset(), None, 1).load_weights(weights)
     assert [name for _, name, _ in samplers.loaded] == ["one", "one", "two", "two"]

@@ -1,6 +1,7 @@
 """Programs that were not written for tether, through the whole trainer."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -117,6 +118,22 @@ def test_a_run_with_branches_resumes_exactly(more: list[str], inputs: Path, tmp_
     columns = {name: unpack(column) for name, column in recorded.items() if isinstance(column, dict)}
     assert {len(column) for column in columns.values()} == {4}
     assert columns["reward"].mean() == pytest.approx(metrics["critic/score/mean"])
+
+
+def test_a_conversation_ends_where_the_positions_of_the_model_end(inputs: Path, tmp_path: Path) -> None:
+    """The configured lengths are larger; the call that leaves no room fails as with max_model_len."""
+    model = tmp_path / "model"
+    shutil.copytree(inputs / "model", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
+    row = {"data_source": "ask", "prompt": [{"role": "user", "content": "?"}], "extra_info": {}}
+    players = [row | {"reward_model": {"style": "rule", "ground_truth": "fills_the_context"}}]
+    data = [f"data.train_files={write_jsonl(tmp_path / 'players.jsonl', players)}", "data.train_batch_size=1"]
+    mini = "actor_rollout_ref.actor.ppo_mini_batch_size=1"
+    path = f"actor_rollout_ref.model.path={model}"
+    rows = trained_rows(inputs, tmp_path / "run", f"{PLAYERS}:play", *data, mini, path)
+    assert [(row["score"], row["cut_by_length_limit"]) for row in rows] == [(1, 1)] * 4
+    assert all(len(row["prompt_ids"]) + len(row["response_ids"]) <= 40 for row in rows)
 
 
 def test_an_unmodified_client_of_openai_plays(inputs: Path, tmp_path: Path) -> None:

@@ -166,10 +166,10 @@ def build_roles(
             _build_server_sampler(config, engines.actor, policy_info, model_specs, sampling, logs, resources, hosts),
             model_specs.total_steps,
         )
-    stop_token_ids = _call_first_rank(groups.of["sampler"], "sampler", "stop_token_ids")
-    on_ranks = ShardedSampler(
-        groups.of["sampler"], "sampler", stop_token_ids, config.actor_rollout_ref.rollout.max_num_seqs
-    )
+    ranks = groups.of["sampler"]
+    stop_token_ids = _call_first_rank(ranks, "sampler", "stop_token_ids")
+    context = _call_first_rank(ranks, "sampler", "context")
+    on_ranks = ShardedSampler(ranks, "sampler", stop_token_ids, context, config.actor_rollout_ref.rollout.max_num_seqs)
     if separate:
         assert engines.actor is not None
         on_ranks.load_weights(engines.actor.export())

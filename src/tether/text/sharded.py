@@ -92,9 +92,11 @@ class ShardedSampler:
     sample identical bits.
     """
 
-    def __init__(self, group: Group, component: str, eos_token_ids: frozenset[int], max_num_seqs: int) -> None:
+    def __init__(
+        self, group: Group, component: str, eos_token_ids: frozenset[int], context: int | None, max_num_seqs: int
+    ) -> None:
         self._group, self._component = group, component
-        self.eos_token_ids = eos_token_ids
+        self.eos_token_ids, self.context = eos_token_ids, context
         self._max_num_seqs = max_num_seqs
 
     def generate(

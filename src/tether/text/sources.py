@@ -69,3 +69,7 @@ class RankSampler:
     def stop_token_ids(self) -> frozenset[int]:
         """Return the stop token ids."""
         return self._engine.eos_token_ids
+
+    def context(self) -> int | None:
+        """Return the maximum number of tokens of prompt and response; None if the model sets no limit."""
+        return self._engine.context

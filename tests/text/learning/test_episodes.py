@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,9 @@ from transformers import PreTrainedModel
 from tests.runs.turn_run import ID, WORDS, tokenizer
 from tests.text.sampling.test_native import packed_logits, responses
 from tests.tiny import tiny_model
-from tether.batch import Prompt
+from tether.batch import Prompt, RolloutBatch
 from tether.text.learning.collector import ScoredResponses
-from tether.text.learning.episodes import EpisodeCollector
+from tether.text.learning.episodes import NO_ANSWER, EpisodeCollector
 from tether.text.models.truncation_record import KeptSets
 from tether.text.rewards.outcome import RewardError, Score
 from tether.text.rewards.service import LocalRewards
@@ -22,6 +24,7 @@ from tether.text.sampling.protocol import NoiseKey, SamplingParams
 from tether.text.turns.config import EndpointConfig
 from tether.text.turns.endpoint.chat import Chat
 from tether.text.turns.endpoint.endpoint import AgentEndpoint
+from tether.text.turns.endpoint.episode import PendingCall
 from tether.text.turns.tools import FORMATS
 
 PLAYERS = Path(__file__).parents[1] / "turns/endpoint/players.py"
@@ -66,7 +69,7 @@ def test_a_hostile_program_costs_its_own_row(collector: EpisodeCollector) -> Non
     outcomes = dict(zip(crowd, together.outcomes, strict=True))
     wrong = {player: outcome for player, outcome in outcomes.items() if isinstance(outcome, RewardError)}
     assert wrong.keys() == {"silent", "crashes", "endless"}
-    assert wrong["silent"].message == "the program made no call that the policy could answer"
+    assert wrong["silent"].message == NO_ANSWER
     assert "RuntimeError: no more" in wrong["crashes"].message
     assert "gave no answer within the deadline of 4 s" in wrong["endless"].message
     scores = {player: outcome.value for player, outcome in outcomes.items() if isinstance(outcome, Score)}
@@ -100,3 +103,68 @@ def test_the_tokens_that_a_cut_kept_stay_with_their_positions(collector: Episode
     cut = KeptSets.read(batch.kept, slots, len(WORDS)).cut(slice(0, len(WORDS)))
     assert (~cut).sum(dim=-1).tolist() == [3] * len(slots)
     assert not cut[torch.arange(len(slots)), batch.response_ids.flatten()[slots]].any()
+
+
+class WatchedEndpoint(AgentEndpoint):
+    """Keeps the calls of its programs."""
+
+    def __init__(self, *arguments: Any, **kwargs: Any) -> None:
+        super().__init__(*arguments, **kwargs)
+        self.received: list[PendingCall] = []
+
+    def calls(self, num_running: int, timeout: float) -> list[PendingCall]:
+        calls = super().calls(num_running, timeout)
+        self.received += calls
+        return calls
+
+
+class SlowEngine(NativeEngine):
+    """Samples until the client of the first call has hung up."""
+
+    endpoint: WatchedEndpoint
+    started: Path
+
+    def generate(self, *arguments: Any, **kwargs: Any) -> RolloutBatch:
+        rollout = super().generate(*arguments, **kwargs)
+        self.started.touch()
+        assert self.endpoint.received[0].disconnected.wait(60)
+        return rollout
+
+
+@pytest.mark.parametrize("player", ["hangs_up", "hangs_up_and_repeats"])
+def test_an_answer_that_no_client_waits_for_is_not_learned_from(
+    player: str, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAMPLING_STARTED", str(tmp_path / "started"))
+    engine = SlowEngine(model, eos_token_ids=frozenset({END}))
+    options = EndpointConfig(program=f"{PLAYERS}:play", reward="program", timeout=60.0)
+    chat = Chat(tokenizer(), frozenset({END}), FORMATS["hermes"], None, {})
+    rewards = LocalRewards(lambda *_: 0.0, 1.0)
+    with WatchedEndpoint(options, num_workers=1, chat=chat) as endpoint:
+        engine.endpoint, engine.started = endpoint, tmp_path / "started"
+        collector = EpisodeCollector(engine, rewards, tokenizer(), 1.0, endpoint=endpoint, max_length=60)
+        scored = played(collector, player)
+    (outcome,) = scored.outcomes
+    if player == "hangs_up":
+        assert isinstance(outcome, RewardError)
+        assert outcome.message == NO_ANSWER
+        assert not scored.rollout.response_mask.any()
+    else:
+        assert isinstance(outcome, Score)
+        counts = [outcome.extra[name] for name in ("calls", "undelivered_calls", "branches")]
+        assert (outcome.value, counts) == (1.0, [1, 1, 1])
+        assert 1 <= scored.rollout.response_mask.sum() <= 3, "the first call may sample 8 tokens"
+
+
+class FailingEngine(NativeEngine):
+    def generate(self, *arguments: Any, **kwargs: Any) -> RolloutBatch:
+        raise ValueError("the servers failed")
+
+
+def test_a_failure_of_sampling_is_one_error(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
+    """uvicorn would log a traceback for each call that still waits when the run ends."""
+    with episode_collector(model) as working:
+        collector = replace(working, engine=FailingEngine(model, eos_token_ids=frozenset({END})))
+        with pytest.raises(ValueError, match="the servers failed"):
+            played(collector, "good", n=3)
+    assert not caplog.records

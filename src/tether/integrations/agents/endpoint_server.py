@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Message
 
 from tether.text.rewards.outcome import is_float32
 from tether.text.turns.endpoint.episode import AgentEpisode, PendingCall
@@ -121,7 +122,7 @@ class EndpointServer:
     async def _chat(self, episode: AgentEpisode, request: Request) -> Response:
         episode.count_call()
         body = await self._body(request)
-        answer = await self._answer(episode, parse_chat(body, self._model))
+        answer = await self._answer(episode, parse_chat(body, self._model), request)
         index = next(self._indices)
         if not body.get("stream"):
             return JSONResponse(chat_completion(answer, index, self._model))
@@ -131,14 +132,31 @@ class EndpointServer:
     async def _text(self, episode: AgentEpisode, request: Request) -> Response:
         episode.count_call()
         body = await self._body(request)
-        answer = await self._answer(episode, parse_text(body, self._model))
+        answer = await self._answer(episode, parse_text(body, self._model), request)
         completion = text_completion(answer, next(self._indices), self._model)
         return _stream(iter([completion])) if body.get("stream") else JSONResponse(completion)
 
-    async def _answer(self, episode: AgentEpisode, request: ChatRequest | TextRequest) -> Completion:
-        call = PendingCall(episode, request)
+    async def _answer(self, episode: AgentEpisode, parsed: ChatRequest | TextRequest, request: Request) -> Completion:
+        """Return the answer to a request whose body was read.
+
+        Raises:
+            ClientDisconnect: the client closed its connection before the answer was complete.
+        """
+        call = PendingCall(episode, parsed)
         self._submit(call)
-        return await asyncio.wrap_future(call.answer)
+        answer = asyncio.wrap_future(call.answer)
+        disconnect = asyncio.ensure_future(request.receive())  # after the body, this is the only message
+        both: list[asyncio.Future[Completion] | asyncio.Task[Message]] = [answer, disconnect]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                call.answer.cancel()  # unless it is being sampled
+                call.disconnected.set()
+                raise ClientDisconnect
+            return answer.result()
+        finally:
+            answer.cancel()
+            disconnect.cancel()
 
     async def _reward(self, episode: AgentEpisode, request: Request) -> Response:
         if not self._takes_rewards:

@@ -43,7 +43,8 @@ def build_collector(
     rollout, data, rate = config.actor_rollout_ref.rollout, config.data, config.reward_model.max_error_rate
     if endpoint := build_endpoint(rollout, data, tokenizer, engine.eos_token_ids):
         resources.callback(endpoint.close)
-        max_length = rollout.max_model_len or data.max_prompt_length + data.max_response_length
+        longest = rollout.max_model_len or data.max_prompt_length + data.max_response_length
+        max_length = min(longest, engine.context or longest)
         return EpisodeCollector(engine, rewards, tokenizer, rate, endpoint=endpoint, max_length=max_length)
     conversations = build_conversations(
         rollout,

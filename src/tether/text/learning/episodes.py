@@ -51,7 +51,10 @@ from tether.text.turns.endpoint.protocol import CallRefused
 
 POLL_SECONDS = 0.05
 """Interval of checks for programs that have ended, while no call is waiting."""
-NO_CALL = "the program made no call that the policy could answer"
+NO_ANSWER = (
+    "the program received no answer: it made no call that the policy could answer, or closed all connections before "
+    "the answers were complete, as a client with a timeout does"
+)
 NO_REWARD = "the program gave no reward: a finite number sent to /v1/reward, returned, or as its last line of output"
 OTHER_BEGINNING = "its first call begins with another token than those of the other episodes of its row"
 
@@ -150,10 +153,14 @@ class EpisodeCollector(Collector):
             raise_if_interrupted(last_progress, "no program made a call or ended")
 
     def _answer(self, calls: Sequence[PendingCall], sampling: SamplingParams, key: NoiseKey) -> None:
-        """Answer calls; those with the same token limit are one batch."""
+        """Answer calls; those with the same token limit are one batch.
+
+        A call whose client has closed its connection is not recorded: the program does not know what was sampled.
+        """
         accepted: list[tuple[int, PendingCall, Context]] = []
         for call in calls:
-            if not call.answer.set_running_or_notify_cancel():  # the server is closing
+            if not call.answer.set_running_or_notify_cancel():  # the client hung up, or the server is closing
+                call.episode.num_undelivered += 1
                 continue
             try:
                 context = call.episode.context(call.request, self.endpoint.chat, self.max_length)
@@ -170,7 +177,10 @@ class EpisodeCollector(Collector):
             rollout = self.engine.generate([context.token_ids for _, context in group], once, noise)
             asked_for = limit < sampling.max_new_tokens
             for (call, context), turn in zip(group, _turns(rollout, asked_for, self.max_length), strict=True):
-                call.answer.set_result(call.episode.record(context, turn, self.endpoint.chat))
+                if call.disconnected.is_set():
+                    call.episode.num_undelivered += 1
+                else:  # recorded before it is sent, because the program's next call may continue it
+                    call.answer.set_result(call.episode.record(context, turn, self.endpoint.chat))
 
     def _outcome(self, episode: AgentEpisode, played: EpisodeResult) -> RewardOutcome | None:
         """Return the outcome of an episode that has ended; None if the reward function has to score it.
@@ -178,7 +188,7 @@ class EpisodeCollector(Collector):
         If a program fails after a limit has truncated its episode, that is not an error.
         """
         if not episode.calls or (played.error and not episode.cut_by):
-            return RewardError(played.error or NO_CALL)
+            return RewardError(played.error or NO_ANSWER)
         if self.endpoint.options.reward == "function":
             return None
         reward = played.reward if episode.reward is None else episode.reward
@@ -202,6 +212,7 @@ def _with_counts(outcome: RewardOutcome, episode: AgentEpisode) -> RewardOutcome
         return outcome
     counts = {
         "calls": float(len(episode.calls)),
+        "undelivered_calls": float(episode.num_undelivered),
         "branches": float(len(episode.branches())),
         "branch_tokens": float(num_sampled(episode.calls) - num_sampled(episode.main_branch())),
         "cut_by_call_limit": float(episode.cut_by == "calls"),

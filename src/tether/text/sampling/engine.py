@@ -104,7 +104,6 @@ class NativeEngine:
 
     @property
     def context(self) -> int | None:
-        """Maximum number of tokens of prompt and response together; None: the model sets no limit."""
         return context_length(self._model.config)
 
     def load_weights(self, weights: WeightUpdate) -> None:

@@ -66,7 +66,7 @@ class ParityProbe:
     ) -> None:
         self._engine, self._log_probs = engine, log_probs
         self._every, self._tolerance, self._sampling = every, tolerance, sampling
-        self.eos_token_ids = engine.eos_token_ids
+        self.eos_token_ids, self.context = engine.eos_token_ids, engine.context
         self._verified_at: int | None = None
 
     def load_weights(self, weights: WeightUpdate) -> None:

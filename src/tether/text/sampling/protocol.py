@@ -141,6 +141,11 @@ class RolloutEngine(Protocol):
     eos_token_ids: frozenset[int]
     """Tokens that end a response."""
 
+    @property
+    def context(self) -> int | None:
+        """Maximum number of tokens of prompt and response together; None: the model sets no limit."""
+        ...
+
     def generate(
         self,
         prompts: Sequence[Sequence[int] | TokenIds],

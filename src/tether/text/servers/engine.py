@@ -82,8 +82,8 @@ class ServedEngine:
         self.servers, self._export, self._traffic = servers, export, traffic
         self.api, self._status = servers[0].api, ServersStatus(status)
         self.options = self.api.options
-        self.eos_token_ids = eos_token_ids
-        self._vocabulary, self._context = vocabulary, context
+        self.eos_token_ids, self.context = eos_token_ids, context
+        self._vocabulary = vocabulary
         self._run = ""  # set with the first weights, so that weights of another run are not mistaken for this run's
         self._version = 0
         self._pushes = 0
@@ -168,7 +168,7 @@ class ServedEngine:
             ServersFailed: servers failed repeatedly.
         """
         arrays = [as_token_ids(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
-        check_prompts(arrays, sampling, self._context)
+        check_prompts(arrays, sampling, self.context)
         self._synchronise()
         total, tokens, finished = len(arrays) * sampling.n, 0, set[int]()
         rows = [self._conversation(arrays[row // sampling.n], sampling, key, row) for row in range(total)]

@@ -17,12 +17,17 @@ def connect():
     return http.client.HTTPConnection(address.hostname, address.port)
 
 
-def ask(body, path="chat/completions", key=None):
-    """Return status and text of the answer."""
+def send(body, path="chat/completions", key=None):
+    """Return the connection that waits for the answer."""
     connection = connect()
     headers = {"Authorization": f"Bearer {key or os.environ['OPENAI_API_KEY']}"}
     connection.request("POST", f"/v1/{path}", body if isinstance(body, bytes) else json.dumps(body), headers)
-    answer = connection.getresponse()
+    return connection
+
+
+def ask(body, path="chat/completions", key=None):
+    """Return status and text of the answer."""
+    answer = send(body, path, key).getresponse()
     return answer.status, answer.read().decode()
 
 
@@ -119,6 +124,28 @@ def forks_once(messages):
     """Two continuations of one history."""
     messages += [said(messages), END]
     return len({said(messages)["content"] for _ in range(2)}) + len(messages[-2]["content"])
+
+
+def fills_the_context(messages):
+    """A conversation that grows until a call leaves no room."""
+    while (answer := chat(messages, max_tokens=8))[0] == 200:
+        messages += [json.loads(answer[1])["choices"][0]["message"], END]
+    return float(json.loads(answer[1])["error"]["code"] == "context_length_exceeded")
+
+
+def hangs_up(messages):
+    """Makes a call and closes its connection while the policy samples, as a client with a timeout does."""
+    connection = send({"model": os.environ["OPENAI_MODEL"], "messages": messages})
+    while not os.path.exists(os.environ["SAMPLING_STARTED"]):
+        time.sleep(0.01)
+    connection.close()
+    return 1.0
+
+
+def hangs_up_and_repeats(messages):
+    hangs_up(messages)
+    said(messages)
+    return 1.0
 
 
 def pays_itself(messages):

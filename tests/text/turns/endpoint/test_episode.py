@@ -96,6 +96,15 @@ def test_tool_calls_come_back_in_any_layout() -> None:
     assert (broken.tool_calls, broken.finish_reason) == ((), "length")
 
 
+def test_a_call_with_half_a_surrogate_pair_can_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy may sample its escape, and no response in UTF-8 can contain it."""
+    talk = Talk()
+    text = r'<tool_call>{"name": "ask", "arguments": {"half": "\ud83d", "pair": "\ud83d\ude00"}}</tool_call>'
+    monkeypatch.setattr(talk.chat, "text", lambda token_ids: text)
+    (call,) = talk.ask(ChatRequest((user("?"),), (TOOL,)), [ID["1"], END]).tool_calls
+    assert json.loads(call["function"]["arguments"].encode()) == {"half": "?", "pair": "\U0001f600"}
+
+
 def test_a_turn_that_a_limit_cut_is_ended_for_the_next() -> None:
     talk = Talk()
     answer = talk.ask(ChatRequest((user("?"),)), [ID["1"]], ended=False)
@@ -140,6 +149,8 @@ def test_what_leaves_no_room_and_more_calls_than_allowed_are_refused() -> None:
     talk.episode.is_over = True
     with pytest.raises(CallRefused, match="is over"):
         talk.episode.count_call()
+    with pytest.raises(CallRefused, match="is over"):  # a call that was counted before
+        talk.ask(ChatRequest((user("?"),)), [END])
 
 
 def test_noise_depends_on_what_is_read_and_how_often_alone() -> None:

@@ -116,5 +116,7 @@ def _answered(call: Call, index: int, token_ids: Sequence[int]) -> JsonObject:
     """Return a call for the program, with the arguments as JSON."""
     digest = hashlib.blake2b(np.array([*token_ids, index], dtype=np.int32).tobytes()).hexdigest()
     answered = openai_call(call, digest[:ID_LENGTH])
-    answered["function"]["arguments"] = json.dumps(call.arguments, ensure_ascii=False)
+    # The policy may sample the escape of half a surrogate pair, which cannot be sent.
+    function = json.loads(json.dumps(answered["function"], ensure_ascii=False).encode("utf-8", "replace"))
+    answered["function"] = function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
     return answered

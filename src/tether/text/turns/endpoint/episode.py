@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -117,6 +118,8 @@ class AgentEpisode:
     error: str = ""
     """The reason why the episode has no score."""
     calls: list[RecordedCall] = field(default_factory=list)
+    num_undelivered: int = 0
+    """Number of calls whose client had closed its connection before their answers were complete."""
     _by_history: dict[bytes, RecordedCall] = field(default_factory=dict, repr=False)
     """Hash of the messages up to and including a response -> its call."""
     _repeats: Counter[bytes] = field(default_factory=Counter, repr=False)
@@ -138,8 +141,10 @@ class AgentEpisode:
         """Return what the policy reads for a call; it leaves at least one of `max_length` tokens for the response.
 
         Raises:
-            CallRefused: the request is too long, or the chat template refuses its messages.
+            CallRefused: the episode is over, the request is too long, or the chat template refuses its messages.
         """
+        if self.is_over:  # its rows are complete
+            raise CallRefused("the episode is over", code="episode_over")
         if request.size > CHARACTERS_A_TOKEN * max_length:  # tokenizing it would take long
             raise self._too_long(f"{request.size} characters", max_length)
         try:
@@ -241,6 +246,8 @@ class PendingCall:
     episode: AgentEpisode
     request: ChatRequest | TextRequest
     answer: Future[Completion] = field(default_factory=Future)
+    disconnected: threading.Event = field(default_factory=threading.Event)
+    """Set by the server's thread when the client has closed its connection before the answer."""
 
 
 def _history(tools: Sequence[JsonObject], messages: Sequence[Message]) -> Iterator[bytes]:
