@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tests.runs.test_recording import records
 from tests.runs.test_servers import another_server
 from tests.runs.tiny_run import measured, train, write_jsonl
 from tests.runs.turn_run import ID, ROLLOUT, turn_overrides, write_turn_inputs
-from tether.config import load_config
+from tether.config import ConfigError, load_config
 from tether.metrics.records import unpack
 from tether.text.input_checks import missing_inputs
 
@@ -161,8 +162,16 @@ def test_a_program_that_cannot_be_run_is_reported_before_anything_is_loaded(inpu
     for program, problem in {
         "nowhere --fast": "there is no program 'nowhere' to run",
         "'unclosed": "No closing quotation",
+        f"{PLAYERS} --fast": f"to run. Give python {PLAYERS} --fast, or a function of the file: {PLAYERS}:NAME",
         f"{tmp_path}/agent.py:play": "no such file",
         f"{PLAYERS}:plays": "defines no plays",
     }.items():
         loaded = load_config(None, overrides(inputs, tmp_path / "run", f'"{program}"'))
         assert problem in " ".join(map(str, missing_inputs(loaded.config)))
+
+
+def test_turns_of_the_run_contradict_the_endpoint_and_nothing_else(inputs: Path, tmp_path: Path) -> None:
+    settings = [*overrides(inputs, tmp_path / "run", f"{PLAYERS}:play"), f"{ROLLOUT}.multi_turn.enable=True"]
+    with pytest.raises(ConfigError, match="whose programs hold their conversations themselves") as error:
+        load_config(None, settings, partial(missing_inputs, rows=None))
+    assert "no row has several turns" not in str(error.value)

@@ -10,7 +10,7 @@ import json
 import pickle
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
@@ -53,6 +53,8 @@ class Work(Generic[Answer]):
     """Maximum bytes of an answer."""
     max_heartbeat_seconds: float
     """Maximum seconds by which a heartbeat can extend a worker's deadline."""
+    is_last: Callable[[Answer], bool] = lambda _: False
+    """Whether a worker ends after an answer, so that it has to be replaced."""
 
 
 class WorkerPool(Generic[Answer]):
@@ -206,34 +208,44 @@ class WorkerPool(Generic[Answer]):
         worker, unanswered = self._workers[slot], deque(batch)
         try:
             worker.send(pickle.dumps([payload for _, payload in batch]), self._timeout)
-            while unanswered:
+            is_last = False
+            while unanswered and not is_last:
                 answer = self._work.load(worker.receive())
                 self._record(unanswered.popleft()[0], answer)
+                is_last = self._work.is_last(answer)
         except ProcessEnded as end:
-            self._replace(slot, unanswered, end)
+            self._fail(slot, unanswered, end)
         except ValueError as error:
-            self._replace(slot, unanswered, ProcessEnded(f"gave an answer that cannot be read ({error})"))
+            self._fail(slot, unanswered, ProcessEnded(f"gave an answer that cannot be read ({error})"))
+        else:
+            if is_last:
+                self._replace(slot, unanswered)
 
     def _record(self, index: int, answer: Answer) -> None:
         with self._changed:
             self._done[index] = answer
             self._changed.notify_all()
 
-    def _replace(self, slot: int, unanswered: Queue, end: ProcessEnded) -> None:
-        """Replace a worker that ended, unless the pool was closed, and queue its unanswered requests again."""
-        self._workers[slot].close()
+    def _fail(self, slot: int, unanswered: Queue, end: ProcessEnded) -> None:
+        """Replace a worker that ended too early. Its current request fails if the worker had begun it."""
         first = unanswered[0][0]
+        with self._changed:
+            self._returned[first] += not end.begun
+            is_error = end.begun or self._returned[first] == _MAX_STARTS
+        self._replace(slot, [*unanswered][is_error:])
+        if is_error:
+            self._record(first, self._work.failed(f"the process of the {self._work.name} {end.reason}", end.seconds))
+
+    def _replace(self, slot: int, unanswered: Iterable[tuple[int, bytes]]) -> None:
+        """Replace a worker, unless the pool was closed, and queue its unanswered requests again."""
+        self._workers[slot].close()
         with self._changed:
             if self._closed:
                 return
             self._workers[slot] = self._start()
-            self._returned[first] += not end.begun
-            is_error = end.begun or self._returned[first] == _MAX_STARTS
-            self._queue.extendleft(reversed([*unanswered][is_error:]))
+            self._queue.extendleft(reversed([*unanswered]))
             self._changed.notify_all()
         self._await_ready(self._workers[slot])
-        if is_error:
-            self._record(first, self._work.failed(f"the process of the {self._work.name} {end.reason}", end.seconds))
 
     def _start(self) -> SupervisedProcess:
         threads = max(1, num_threads() // len(self._own))

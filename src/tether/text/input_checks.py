@@ -325,7 +325,8 @@ def _text_inputs(config: RunConfig, first: int | None) -> InputsToCheck:
         rows = partial(_rows, config, first, sources, agents)
         yield from (("data.train_files", name, rows) for name in data.train_files)
         yield from (("data.val_files", name, rows) for name in data.val_files)
-        if first is None and agents.keys() == {*data.train_files, *data.val_files}:
+        is_complete = first is None and agents.keys() == {*data.train_files, *data.val_files}
+        if is_complete and not rollout.agent.plays_endpoint:  # a rule refuses turns of the run with an endpoint
             yield TURNS, TURNS, lambda _: check_turns_are_used(turns, set().union(*agents.values()))
     if any(map(has_tests, sources)):
         yield PROGRAMS, str(config.reward_model.sandbox), partial(_programs, reward)
@@ -529,7 +530,10 @@ def _command(command: str) -> None:
     """Check that the program of a command exists."""
     words = shlex.split(command)
     if not words or shutil.which(words[0]) is None:
-        raise ValueError(f"{command!r}: there is no program {words[0] if words else ''!r} to run")
+        what = f"{command!r}: there is no program {words[0] if words else ''!r} to run"
+        if words and words[0].endswith(".py") and Path(words[0]).is_file():
+            what += f". Give python {command}, or a function of the file: {words[0]}:NAME"
+        raise ValueError(what)
 
 
 def _rules_score(rollout: RolloutConfig, reward: RewardModelConfig, custom: CustomRewardFunctionConfig) -> bool:

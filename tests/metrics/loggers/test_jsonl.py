@@ -1,11 +1,12 @@
 import json
+import logging
 import math
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tether.metrics.loggers.jsonl import JsonlLogger, _records, read_metrics, read_samples
+from tether.metrics.loggers.jsonl import JsonlLogger, _records, read_events, read_metrics, read_samples
 from tether.metrics.loggers.protocol import LogFailed, RunInfo, Sample
 
 
@@ -210,3 +211,15 @@ def test_a_lone_surrogate_is_written_as_json_escapes_it(tmp_path: Path) -> None:
     logger = open_run(tmp_path)
     logger.log_samples(1, [Sample(0, "s", "p", "half \ud83d", 1.0)])
     assert json.loads((tmp_path / "samples.jsonl").read_text())["response"] == "half \ud83d"
+
+
+def test_what_tether_logs_as_a_warning_is_recorded_and_still_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (None, "tether"):  # those of pytest, and of runs that other tests did not close
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+    logger = open_run(tmp_path)
+    logging.getLogger("tether.text").warning("the server is %s", "silent")
+    logger.close()
+    assert read_events(tmp_path)[-1]["text"] == "the server is silent"
+    assert capsys.readouterr().err == "the server is silent\n"

@@ -25,6 +25,7 @@ from tether.text.turns.config import EndpointConfig
 from tether.text.turns.endpoint.chat import Chat
 from tether.text.turns.endpoint.endpoint import AgentEndpoint
 from tether.text.turns.endpoint.episode import PendingCall
+from tether.text.turns.endpoint.programs import CLIENT_HINT
 from tether.text.turns.tools import FORMATS
 
 PLAYERS = Path(__file__).parents[1] / "turns/endpoint/players.py"
@@ -69,7 +70,7 @@ def test_a_hostile_program_costs_its_own_row(collector: EpisodeCollector) -> Non
     outcomes = dict(zip(crowd, together.outcomes, strict=True))
     wrong = {player: outcome for player, outcome in outcomes.items() if isinstance(outcome, RewardError)}
     assert wrong.keys() == {"silent", "crashes", "endless"}
-    assert wrong["silent"].message == NO_ANSWER
+    assert wrong["silent"].message == f"{NO_ANSWER}. {CLIENT_HINT}"
     assert "RuntimeError: no more" in wrong["crashes"].message
     assert "gave no answer within the deadline of 4 s" in wrong["endless"].message
     scores = {player: outcome.value for player, outcome in outcomes.items() if isinstance(outcome, Score)}
@@ -81,6 +82,15 @@ def test_a_hostile_program_costs_its_own_row(collector: EpisodeCollector) -> Non
     width = int(alone.rollout.response_length[0])
     assert alone.rollout.response_mask.sum() > 3
     assert torch.equal(together.rollout.response_ids[0, :width], alone.rollout.response_ids[0])
+
+
+def test_a_thread_that_outlives_its_episode_makes_no_calls_in_the_next(
+    collector: EpisodeCollector, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcomes = played(collector, *["leaves_a_thread"] * 6).outcomes
+    assert [isinstance(outcome, Score) and outcome.extra["calls"] for outcome in outcomes] == [1] * 6
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "players.py:play returned while threads or tasks that it started were running (straggler)" in warning
 
 
 def test_rows_are_what_the_policy_read_and_sampled(collector: EpisodeCollector, model: PreTrainedModel) -> None:

@@ -127,6 +127,9 @@ class _Events(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Record what any module of tether logs as a warning or an error."""
         self.add("warning", {"text": record.getMessage()})
+        # Python itself prints a record only if there is no handler. If there are others, one of them prints it.
+        if logging.lastResort and [*logging.getLogger("tether").handlers[:1], *logging.getLogger().handlers] == [self]:
+            logging.lastResort.handle(record)
 
     def add(self, kind: str, content: Mapping[str, object]) -> None:
         event = {"step": self.step, "time": time.time(), "kind": kind, **content}

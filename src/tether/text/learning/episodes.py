@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tether.batch import KeptTokens, Prompt, RolloutBatch, as_token_ids
+from tether.config.support.live_keys import is_own_function
 from tether.runtime.interrupt import raise_if_interrupted
 from tether.runtime.worker_pool import WorkersFailed
 from tether.text.data.prompts import decode
@@ -46,7 +47,7 @@ from tether.text.turns.endpoint.episode import (
     SampledTurn,
     num_sampled,
 )
-from tether.text.turns.endpoint.programs import EpisodeResult
+from tether.text.turns.endpoint.programs import CLIENT_HINT, EpisodeResult
 from tether.text.turns.endpoint.protocol import CallRefused
 
 POLL_SECONDS = 0.05
@@ -188,7 +189,8 @@ class EpisodeCollector(Collector):
         If a program fails after a limit has truncated its episode, that is not an error.
         """
         if not episode.calls or (played.error and not episode.cut_by):
-            return RewardError(played.error or NO_ANSWER)
+            hint = f". {CLIENT_HINT}" if is_own_function(self.endpoint.options.program) else ""
+            return RewardError(played.error or NO_ANSWER + hint)
         if self.endpoint.options.reward == "function":
             return None
         reward = played.reward if episode.reward is None else episode.reward

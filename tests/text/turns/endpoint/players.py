@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 from urllib.parse import urlsplit
 
 END = {"role": "user", "content": "7"}
@@ -152,6 +153,20 @@ def pays_itself(messages):
     said(messages)
     assert ask({"reward": "much"}, "reward")[0] == 400
     return ask({"reward": 0.75}, "reward")[0] - 200.0  # what it sent counts
+
+
+def leaves_a_thread(messages):
+    """The thread calls the policy as soon as it finds the key of another episode."""
+    own = os.environ["OPENAI_API_KEY"]
+
+    def straggle():
+        while os.environ.get("OPENAI_API_KEY", own) == own:
+            time.sleep(0.001)
+        chat([{"role": "user", "content": "8"}])
+
+    Thread(target=straggle, name="straggler", daemon=True).start()
+    said(messages)
+    return 1.0
 
 
 if __name__ == "__main__":

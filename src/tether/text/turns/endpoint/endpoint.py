@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 from collections.abc import Collection, Iterator, Sequence
@@ -10,10 +11,12 @@ from contextlib import contextmanager
 from tether.batch import Prompt
 from tether.integrations import integration
 from tether.text.rewards.outcome import plain
-from tether.text.turns.config import EndpointConfig
+from tether.text.turns.config import ENDPOINT_PROGRAM, EndpointConfig
 from tether.text.turns.endpoint.chat import Chat
 from tether.text.turns.endpoint.episode import AgentEpisode, PendingCall
 from tether.text.turns.endpoint.programs import EpisodeResult, EpisodeTask, ProgramPool
+
+_log = logging.getLogger(__name__)
 
 QUIET_SECONDS = 0.05
 """Time without a new call after which the waiting calls are sampled."""
@@ -34,6 +37,7 @@ class AgentEndpoint:
     def __init__(self, options: EndpointConfig, *, num_workers: int, chat: Chat) -> None:
         assert options.program is not None
         self.options, self.chat, self._num_workers = options, chat, num_workers
+        self._has_warned = False
         self._open: dict[str, AgentEpisode] = {}  # by API key; also read by the server's thread
         self._calls: queue.SimpleQueue[PendingCall] = queue.SimpleQueue()
         self._programs = ProgramPool(options.program, num_workers=num_workers, timeout=options.timeout)
@@ -127,4 +131,15 @@ class AgentEndpoint:
             WorkersFailed: the processes of programs can no longer be started.
         """
         ended = self._programs.answered() & set(programs)
-        return {program: self._programs.take(program) for program in sorted(ended)}
+        results = {program: self._programs.take(program) for program in sorted(ended)}
+        left = next((result.left_running for result in results.values() if result.left_running), "")
+        if left and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "%s=%s returned while threads or tasks that it started were running (%s). Each time, its process is "
+                "killed with them and another one started, which takes time. Wait for them before the function returns",
+                ENDPOINT_PROGRAM,
+                self.options.program,
+                left,
+            )
+        return results

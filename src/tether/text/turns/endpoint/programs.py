@@ -1,11 +1,14 @@
 """The programs that play episodes: commands or Python functions, in processes that are killed with their children.
 
 A program gets the address of the policy in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``. A command
-reads the row as JSON from its standard input; a function gets it as its argument. This module does not import torch.
+reads the row as JSON from its standard input; a function gets it as its argument. A process in which a function left a
+thread or task running plays no other episode, in which it could find the new address and key. This module does not
+import torch.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pickle
@@ -14,13 +17,16 @@ import shlex
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import IO
 
 from tether.integrations import integration
 from tether.runtime.channel import Channel
-from tether.runtime.event_loop import finished
+from tether.runtime.event_loop import event_loop, finished
 from tether.runtime.guard import end_descendants
 from tether.runtime.printable import install_safe_printing, printable
 from tether.runtime.user_files import definition, describe_error, error_location
@@ -29,12 +35,19 @@ from tether.text.turns.config import ENDPOINT_PROGRAM, VERIFIERS
 from tether.types import JsonObject
 
 OWN_FUNCTION = r".+\.py:\w+"
+POLICY_VARIABLES = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL")
+CLIENT_HINT = (
+    "Create the client inside the function, because each episode has another OPENAI_API_KEY; "
+    "or give the program as a command, such as 'python agent.py'"
+)
 MAX_ANSWER = 1 << 16
 """Maximum size in bytes of the report of a process on an episode."""
 TAIL_BYTES = 1 << 12
 """Bytes of a command's output that are kept, from its end."""
 STARTUP_SECONDS = 300.0
 """Timeout to import the file of a function."""
+END_SECONDS = 0.5
+"""Time for threads and tasks of an episode to end after it; replacing their process takes longer."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,8 @@ class EpisodeResult:
     """Return value of a function, or the number in the last line of a command's output."""
     error: str = ""
     """Reason why the program failed."""
+    left_running: str = ""
+    """Names of threads and asyncio tasks that a function left running, because of which its process is replaced."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +93,7 @@ class ProgramPool(WorkerPool[EpisodeResult]):
             failed=lambda reason, _: EpisodeResult(error=reason),
             limit=MAX_ANSWER,
             max_heartbeat_seconds=timeout,
+            is_last=lambda played: bool(played.left_running),
         )
         super().__init__(work, num_workers=num_workers, timeout=timeout, startup_timeout=STARTUP_SECONDS)
 
@@ -88,18 +104,22 @@ class ProgramPool(WorkerPool[EpisodeResult]):
 
 def _load(answer: bytes) -> EpisodeResult:
     match json.loads(answer):
-        case [float() | int() | None as reward, str(error)]:
-            return EpisodeResult(reward, error)
+        case [float() | int() | None as reward, str(error), str(left_running)]:
+            return EpisodeResult(reward, error, left_running)
     raise ValueError("not the report of an episode")
 
 
 def serve(channel: Channel) -> None:
-    """Play episodes until the trainer is gone. The first message has the program and the timeout of an episode."""
+    """Play episodes until the trainer is gone, or until a function left something running.
+
+    The first message has the program and the timeout of an episode.
+    """
     first = channel.receive()
     if first is None:
         return
     program, timeout = pickle.loads(first)
     install_safe_printing()
+    _remove_policy_variables()  # the user's own key: clients created by the import would send it the rows
     try:
         is_function = program == VERIFIERS or re.fullmatch(OWN_FUNCTION, program)
         play = _function(program) if is_function else _command(program)
@@ -111,28 +131,56 @@ def serve(channel: Channel) -> None:
         for payload in pickle.loads(message):
             channel.beat(timeout)  # marks the episode as started, so that it is not repeated if it ends this process
             played = play(pickle.loads(payload))
-            channel.send(json.dumps([played.reward, played.error]).encode())
+            channel.send(json.dumps([played.reward, played.error, played.left_running]).encode())
+            if played.left_running:
+                return
+
+
+def _remove_policy_variables() -> None:
+    for name in POLICY_VARIABLES:
+        os.environ.pop(name, None)
 
 
 def _function(program: str) -> Callable[[EpisodeTask], EpisodeResult]:
     shipped = program == VERIFIERS
-    function = integration("agents", "verifiers_tasks").play if shipped else definition(program, ENDPOINT_PROGRAM)
+    try:
+        function = integration("agents", "verifiers_tasks").play if shipped else definition(program, ENDPOINT_PROGRAM)
+    except ValueError as error:
+        hint = f"\n{CLIENT_HINT}" if any(name in str(error) for name in POLICY_VARIABLES) else ""
+        raise ValueError(f"{error}{hint}") from error
     if not callable(function):
         raise ValueError(f"{ENDPOINT_PROGRAM}={program}: is of type {type(function).__name__}, not a function")
 
     def play(episode: EpisodeTask) -> EpisodeResult:
+        process, threads = os.getpid(), {*threading.enumerate()}
+        executor = ThreadPoolExecutor(thread_name_prefix="asyncio")  # its idle threads end with the episode
+        event_loop().set_default_executor(executor)
         os.environ.update(episode.environment)
-        process = os.getpid()
         try:
             result = finished(function(episode.row))
-            return EpisodeResult(None if result is None else float(result))
+            played = EpisodeResult(None if result is None else float(result))
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, including SystemExit
-            return EpisodeResult(error=f"the program failed: {describe_error(error)[:500]}{error_location(error)}")
+            played = EpisodeResult(error=f"the program failed: {describe_error(error)[:500]}{error_location(error)}")
         finally:
             if os.getpid() != process:
                 os._exit(0)  # the function forked, and the copy returned from the call
+        _remove_policy_variables()
+        executor.shutdown(wait=False, cancel_futures=True)
+        return replace(played, left_running=_left_running(threads))
 
     return play
+
+
+def _left_running(threads: set[threading.Thread]) -> str:
+    """Return the names of asyncio tasks and of threads other than `threads` that do not end within `END_SECONDS`."""
+    end = time.monotonic() + END_SECONDS
+    if tasks := asyncio.all_tasks(event_loop()):
+        with suppress(BaseException):  # a task may raise SystemExit
+            finished(asyncio.wait(tasks, timeout=END_SECONDS))
+    left = [getattr(task.get_coro(), "__qualname__", "task") for task in asyncio.all_tasks(event_loop())]
+    while (alive := {*threading.enumerate()} - threads) and time.monotonic() < end:
+        time.sleep(0.002)
+    return ", ".join(sorted({*left, *(thread.name for thread in alive)}))[:500]
 
 
 def _command(program: str) -> Callable[[EpisodeTask], EpisodeResult]:

@@ -147,7 +147,7 @@ def parse_text(body: JsonObject, model: str) -> TextRequest:
 
 def _check_parameters(body: JsonObject, model: str) -> None:
     if body.get("model") != model:
-        what = f"The model {body.get('model')!r:.80} does not exist here. The policy is {model!r}"
+        what = f"The model {body.get('model')!r:.80} does not exist here. The policy is {model!r} (endpoint.model)"
         raise CallRefused(what, status=404, code="model_not_found", param="model")
     if not isinstance(options := body.get("stream_options") or {}, dict):
         _refuse("stream_options", options, "it has to be an object")
