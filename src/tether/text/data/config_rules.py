@@ -36,7 +36,7 @@ def chat_template_is_jinja(cfg: RunConfig) -> Problem | None:
     template = cfg.data.chat_template
     if template is None or "{{" in template or "{%" in template:
         return None
-    how = "give the text of a Jinja template, for example data.chat_template=\"$(cat template.jinja)\""
+    how = 'give the text of a Jinja template, for example data.chat_template="$(cat template.jinja)"'
     return Problem("data.chat_template", f"{show(template)} has no {{{{ }}}} or {{% %}}", how)
 
 
