@@ -157,7 +157,7 @@ def test_an_answer_that_no_client_waits_for_is_not_learned_from(
     (outcome,) = scored.outcomes
     if player == "hangs_up":
         assert isinstance(outcome, RewardError)
-        assert outcome.message == NO_ANSWER
+        assert outcome.message == f"{NO_ANSWER}. {CLIENT_HINT}"
         assert not scored.rollout.response_mask.any()
     else:
         assert isinstance(outcome, Score)
