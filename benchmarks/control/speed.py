@@ -24,9 +24,7 @@ from benchmarks.control.tasks import LEARNING, TASKS, Task
 
 MARKS = "<!-- speed:begin -->", "<!-- speed:end -->"
 PEER_NAMES = {"purejaxrl": "PureJaxRL", "sb3": "Stable-Baselines3"}
-_cartpole = replace(
-    TASKS["CartPole-v1"], value_clip=0.2, env_id="CartPole-v1", sides=("tether", "purejaxrl"), test_episodes=1
-)
+_cartpole = replace(TASKS["CartPole-v1"], env_id="CartPole-v1", sides=("tether", "purejaxrl"), test_episodes=1)
 _in_numba = replace(_cartpole, env_id="benchmarks/control/compiled_cartpole.py:CartPole", peers_env_id="CartPole-v1")
 _sb3: dict[str, Any] = {"sides": ("tether", "sb3"), "test_episodes": 1}
 _pong = replace(
@@ -84,7 +82,7 @@ ROWS = (
 
 def atari(env: Env[Any, Any]) -> Env[Any, Any]:
     """Show an Atari game as the field does: every fourth frame, 84 x 84 in grey, the last four of them."""
-    # CleanRL's side imports this module with an older gymnasium, which lacks the second one.
+    # Imported here because this module is also imported under CleanRL's old gymnasium, without FrameStackObservation.
     from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
     return FrameStackObservation(AtariPreprocessing(env), 4)

@@ -10,7 +10,7 @@ import json
 import pickle
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
@@ -236,14 +236,14 @@ class WorkerPool(Generic[Answer]):
         if is_error:
             self._record(first, self._work.failed(f"the process of the {self._work.name} {end.reason}", end.seconds))
 
-    def _replace(self, slot: int, unanswered: Iterable[tuple[int, bytes]]) -> None:
+    def _replace(self, slot: int, unanswered: Sequence[tuple[int, bytes]]) -> None:
         """Replace a worker, unless the pool was closed, and queue its unanswered requests again."""
         self._workers[slot].close()
         with self._changed:
             if self._closed:
                 return
             self._workers[slot] = self._start()
-            self._queue.extendleft(reversed([*unanswered]))
+            self._queue.extendleft(reversed(unanswered))
             self._changed.notify_all()
         self._await_ready(self._workers[slot])
 
